@@ -1,0 +1,54 @@
+"""embedx: from any PyTorch model to embeddings, and from embeddings to maps a person can read."""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from embedx.evaluate import evaluate as evaluate
+    from embedx.export import export as export
+    from embedx.extract import extract as extract
+    from embedx.hooks import capture as capture
+    from embedx.project import project as project
+    from embedx.store import open as open
+    from embedx.view import view as view
+
+# Public name -> module that defines it, imported when it is first used.
+_PUBLIC = {
+    "capture": "hooks",
+    "evaluate": "evaluate",
+    "export": "export",
+    "extract": "extract",
+    "open": "store",
+    "project": "project",
+    "view": "view",
+}
+
+__all__ = ["capture", "evaluate", "export", "extract", "open", "project", "view"]
+
+
+class _Package(ModuleType):
+    """A stage is a function in a module of the same name: the function is what users mean.
+
+    Importing a submodule binds it on its package, which would hide the function.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'embedx' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"embedx.{_PUBLIC[name]}"), name)
+        super().__setattr__(name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_PUBLIC})
+
+
+sys.modules[__name__].__class__ = _Package

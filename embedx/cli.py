@@ -1,0 +1,770 @@
+"""The command line: a stage and its overrides become one call of the stage's function.
+
+Hydra has no sub-commands: the dispatcher takes the stage off the arguments, mends what Hydra alone
+cannot take, and leaves the rest (composition, help, sweeps) to Hydra. The composed config is then
+checked against the signatures of the functions it calls. Only this module imports hydra.
+"""
+
+import ast
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import os
+import re
+import shlex
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from embedx import __version__
+from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, nearest
+
+log = logging.getLogger("embedx")
+
+STAGES = {
+    "run": "extract, project, evaluate, export and view in turn; alone: the demo",
+    "extract": "run data through a model and store what its layers give",
+    "project": "make a map of stored embeddings by PCA, t-SNE or UMAP",
+    "evaluate": "score embeddings and maps",
+    "export": "write a folder for TensorBoard's projector",
+    "view": "draw maps as pictures, or serve the projector",
+    "layers": "list the layers of a model",
+    "info": "say what is in a file, and check it",
+}
+PAGE = """embedx turns PyTorch models into embeddings, and embeddings into maps.
+
+usage: python -m embedx STAGE [KEY=VALUE ...] [FLAGS]
+
+{stages}
+
+Three commands to begin with:
+  python -m embedx run
+  python -m embedx extract model=resnet18 data=folder data.root=PHOTOS
+  python -m embedx project projection=umap
+
+python -m embedx STAGE --help shows the keys of a stage; -m sweeps: model=resnet18,resnet50 -m
+"""
+_OVERRIDE = re.compile(r"(?P<plus>\+{0,2}|~)(?P<key>[A-Za-z_][\w./@]*)(=(?P<value>.*))?", re.S)
+_FLAGS_WITH_VALUE = frozenset(
+    [
+        "--cfg",
+        "-c",
+        "--package",
+        "-p",
+        "--config-path",
+        "-cp",
+        "--config-name",
+        "-cn",
+        "--config-dir",
+        "-cd",
+    ]
+)
+_NEEDS_EMBEDDINGS = frozenset(["project", "evaluate", "export", "view"])
+_LOADS_NO_JOB = frozenset(["--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: Words after the program's name; those of the process where not given.
+
+    Returns:
+        The exit status: 0 done, 1 a user's mistake, 2 an unknown stage or flag, 130 Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("--help", "-h", "help"):
+        width = max(map(len, STAGES))
+        stages = "\n".join(f"  {name:<{width}}  {does}" for name, does in STAGES.items())
+        print(PAGE.format(stages=stages), end="")
+        return 0
+    if words[0] == "--version":
+        print(f"embedx {__version__}")
+        return 0
+    stage = words[0]
+    if stage not in STAGES:
+        kind = "flag" if stage.startswith("-") else "stage"
+        print(
+            f"ConfigError: there is no {kind} {stage!r}; the stages are {', '.join(STAGES)}, "
+            f"the nearest is {nearest(stage, STAGES, n=1)[0]}",
+            file=sys.stderr,
+        )
+        return 2
+    _quiet()
+    try:
+        return _dispatch(stage, words[1:])
+    except EmbedxError as error:
+        _print_error(error)
+        return 128 + error.signal_number if isinstance(error, Interrupted) else 1
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; run the same command again to go on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _quiet() -> None:
+    """Our own lines go to stdout; warnings of libraries do not reach the user."""
+    if not sys.warnoptions and not os.environ.get("PYTHONWARNINGS"):
+        warnings.simplefilter("ignore")
+    if not log.handlers:
+        handler = _Lines()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+class _Lines(logging.Handler):
+    """Log lines that leave a progress bar whole."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        # Text from data must not move the cursor or colour the terminal.
+        line = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "?", line)
+        line = line.encode("utf-8", "backslashreplace").decode()
+        if sys.stderr.isatty() and "tqdm" in sys.modules:
+            sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+
+def _print_error(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", []):
+        print(note, file=sys.stderr)
+    text = " ".join(str(error).split("\n"))
+    print(f"{type(error).__name__}: {text}", file=sys.stderr)
+
+
+# --------------------------------------------------------------------------- before Hydra
+
+
+def conf_dir() -> Path:
+    """The folder of config files: the checkout's, else the one packed into the wheel."""
+    package = Path(__file__).resolve().parent
+    if (package.parent / "pyproject.toml").is_file():  # an editable install packs a stale copy
+        return package.parent / "conf"
+    return package / "conf"
+
+
+def _document(name: str) -> dict[str, Any]:
+    import yaml
+
+    document = yaml.safe_load((conf_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
+    return typing.cast(dict[str, Any], document)
+
+
+def _defaults(stage: str) -> dict[str, Any]:
+    """``{group: option}`` of a stage's defaults list."""
+    groups: dict[str, Any] = {}
+    for entry in _document(stage)["defaults"]:
+        if isinstance(entry, dict):
+            groups.update({k: v for k, v in entry.items() if not k.startswith("override")})
+    return groups
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides and flags; Hydra takes them in that order only."""
+    overrides: list[str] = []
+    flags: list[str] = []
+    takes_value = False
+    for word in words:
+        about = flags[-1:] in (["--info"], ["-i"]) and not re.search("[=~]", word)
+        if takes_value or about or word.startswith("-"):
+            flags.append(word)
+            takes_value = word in _FLAGS_WITH_VALUE and not takes_value
+        else:
+            overrides.append(word)
+    return overrides, flags
+
+
+def _quote(value: str) -> str:
+    """A value in the quotes that Hydra's grammar takes."""
+    escaped = re.sub(r"\\+(?=\"|$)", lambda match: match[0] * 2, value).replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _quote_layers(value: str) -> str:
+    """Names such as 1.10 are numbers to Hydra: quote what is not quoted."""
+
+    def quoted(text: str) -> str:
+        text = text.strip()
+        return text if not text or text[0] in "'\"" else _quote(text)
+
+    if value.startswith("[") and value.endswith("]"):
+        return "[" + ",".join(quoted(part) for part in value[1:-1].split(",")) + "]"
+    if re.fullmatch(r"[\d.,]+", value):
+        return ",".join(quoted(part) for part in value.split(","))
+    return value
+
+
+def _prepare(stage: str, overrides: Sequence[str], *, shows_only: bool) -> list[str]:
+    """The overrides as Hydra takes them."""
+    groups = _defaults(stage)
+    prepared: list[str] = []
+    given: set[str] = set()
+    for word in overrides:
+        match = _OVERRIDE.fullmatch(word)
+        if match is None or (match["value"] is None and match["plus"] != "~"):
+            raise ConfigError(
+                f"{word!r} is not KEY=VALUE; the keys are shown by: python -m embedx {stage} --help"
+            )
+        key, value = match["key"], match["value"]
+        given.add(key)
+        if key == "layers" and value is not None:
+            prepared.append(f"{match['plus']}{key}={_quote_layers(value)}")
+        elif key in groups and value is not None:
+            prepared.append(f"{key}={value}")  # +model=x means model=x
+        else:
+            prepared.append(word)
+    if stage == "run" and not given & {"model", "data", "experiment"}:
+        prepared.append("experiment=demo")
+    if shows_only:
+        # Hydra shows no help while a group that must be chosen is not.
+        unchosen = [g for g, option in groups.items() if option == "???" and g not in given]
+        prepared += [f"~{group}" for group in unchosen if "experiment" not in given]
+    elif stage in _NEEDS_EMBEDDINGS and "embeddings" not in given:
+        newest = _newest_embeddings()
+        log.info("embeddings: the newest, %s", newest)
+        prepared.append(f"embeddings={_quote(str(newest))}")
+    return prepared
+
+
+def _newest_embeddings() -> Path:
+    from embedx.store import EMBEDDINGS_NAME
+
+    found = list(Path("outputs").glob(f"*/{EMBEDDINGS_NAME}"))
+    if not found:
+        raise DataError(
+            "there are no embeddings below outputs/ yet; make some with: python -m embedx extract "
+            "model=resnet18, or name a file: embeddings=PATH"
+        )
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, str(path)))
+
+
+def _print_help(stage: str) -> None:
+    """What a stage does, its keys out of its function's docstring, its choices.
+
+    The docstring is read, not imported: help comes at once, and without torch.
+    """
+    print(f"{STAGES[stage]}\n\nusage: python -m embedx {stage} [KEY=VALUE ...] [FLAGS]\n\nkeys")
+    groups = _defaults(stage)
+    own = _document(stage)
+    where = [(Path(__file__).stem if stage in _HERE else stage, stage, set(own))]
+    if "_extraction" in own["defaults"]:
+        print(f"  name: {_NAME_KEY}")
+        where = [
+            *where[: stage != "extract"],
+            ("extract", "extract", set(_document("_extraction"))),
+        ]
+    for module, function, keys in where:
+        path = Path(__file__).with_name(f"{module}.py")
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        found = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)
+        text = inspect.cleandoc(ast.get_docstring(found) or "")
+        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M)
+        for key, about in re.findall(
+            r"^    (\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M
+        ):
+            if key in keys:
+                print(f"  {key}: {' '.join(about.replace('``', '').split())}")
+    if groups:
+        print("\nchoices")
+        for group, option in groups.items():
+            chosen = "" if option in (None, "???") else f" (default {option})"
+            print(f"  {group}={'|'.join(_options(group))}{chosen}")
+    print("\nall values, as KEY=VALUE (nested ones as model.input_size=96)\n")
+
+
+_HERE = frozenset(["layers", "info", "run"])
+_NAME_KEY = (
+    "the run is kept in outputs/NAME; <model>-<data> where not given, plus a hash of the "
+    "settings that are not the default"
+)
+
+
+# --------------------------------------------------------------------------- Hydra
+
+
+def _dispatch(stage: str, words: Sequence[str]) -> int:
+    overrides, flags = _split(words)
+    shows_only = any(flag.split("=")[0] in _LOADS_NO_JOB for flag in flags)
+    if {"--help", "-h"} & set(flags):
+        _print_help(stage)
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    failed: list[tuple[str, EmbedxError]] = []
+    parent = os.getpid()
+
+    def job(config: DictConfig) -> None:
+        label = _sweep_label()
+        if label:
+            log.info("%s", label)
+        try:
+            _call_stage(stage, config)
+        except EmbedxError as error:
+            # Raised, it would stand in Hydra's frame; a launcher of processes knows no other way.
+            if os.getpid() != parent or isinstance(error, Interrupted):
+                raise
+            failed.append((label, error))
+            if label:
+                _print_error(error)
+
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
+    base = {"version_base": None} if hydra.__version__.startswith("1.3.") else {}
+    prepared = _prepare(stage, overrides, shows_only=shows_only)
+    sys.argv = ["embedx", *prepared, *flags]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we print them in one line
+    try:
+        decorate = hydra.main(config_path=str(conf_dir()), config_name=stage, **base)
+        decorate(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if full_error:
+            raise
+        raise _one_line(error, stage, prepared) from None
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+    for label, reason in failed:
+        if label:
+            print(f"failed {label}", file=sys.stderr)
+        _print_error(reason)
+    return 1 if failed else 0
+
+
+def _sweep_label() -> str:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    config = HydraConfig.get()
+    if config.mode != RunMode.MULTIRUN:
+        return ""
+    return f"job {config.job.num}: {' '.join(config.overrides.task)}"
+
+
+def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigError:
+    """Hydra's and OmegaConf's errors in our form."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import MissingMandatoryValue
+
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        key, _, value = str(error.override).partition("=")
+        return ConfigError(
+            f"the override {error.override} cannot be read; quote its value: "
+            + shlex.quote(f"{key}={_quote(value)}")
+        )
+    if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
+        key, value = match.groups()
+        return ConfigError(
+            f"{key}={value} could be a sweep, a list or a text; write -m for a sweep, "
+            f"'{key}=[{value}]' for a list, or {shlex.quote(f'{key}={_quote(value)}')} for a text"
+        )
+    if match := re.search(r"You must specify '([\w/]+)'", text):
+        group = match[1]
+        return ConfigError(
+            f"{stage} needs a {group}: pass {group}=NAME, one of {', '.join(_options(group))}"
+        )
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        options = [str(option) for option in (error.options or _options(group))]
+        return ConfigError(
+            f"there is no {group or 'config'} {name!r}; the nearest are "
+            f"{', '.join(nearest(name, options))}, and all are {', '.join(options)}"
+        )
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return _unknown_key(match[1], _known_keys(stage, overrides))
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(f"{stage} needs {error.full_key}: pass {error.full_key}=VALUE")
+    return ConfigError("; ".join(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def _unknown_key(key: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"there is no key {key!r}; the nearest are {', '.join(nearest(key, known))}")
+
+
+def _known_keys(stage: str, overrides: Sequence[str]) -> list[str]:
+    """Every key of a stage, with the groups that were chosen."""
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+
+    groups = _defaults(stage)
+    chosen = [word for word in overrides if word.split("=")[0] in groups]
+    given = {word.split("=")[0] for word in chosen}
+    absent = [] if "experiment" in given else [g for g, o in groups.items() if o == "???"]
+    chosen += [f"~{group}" for group in absent if group not in given]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base=None):
+        config = hydra.compose(stage, chosen)
+
+    def flat(node: DictConfig, prefix: str) -> Iterator[str]:
+        for key in node:
+            yield f"{prefix}{key}"
+            if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node[key]):
+                yield from flat(node[key], f"{prefix}{key}.")
+
+    return [*groups, *flat(config, "")]
+
+
+# --------------------------------------------------------------------------- config -> call
+
+
+def _call_stage(stage: str, config: Any) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise _one_line(error, stage, ()) from None
+    assert isinstance(values, dict)
+    values = {str(key): value for key, value in values.items()}
+    values.pop("experiment", None)
+    globals()[f"_stage_{stage}"](values)
+
+
+def _choice(group: str) -> str:
+    from hydra.core.hydra_config import HydraConfig
+
+    return str(HydraConfig.get().runtime.choices[group])
+
+
+def _stage_extract(values: dict[str, Any]) -> Path:
+    path = _extract(values)
+    _next(f"project projection=umap embeddings={shlex.quote(str(path))}")
+    return path
+
+
+def _extract(values: dict[str, Any]) -> Path:
+    from embedx.extract import extract
+
+    settings = dict(values)
+    model, data = settings.pop("model"), settings.pop("data")
+    out, name = settings.pop("out"), settings.pop("name")
+    _check(extract, settings, where="", also={"name", "out"})
+    for key, value in (("name", name), ("out", out)):
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            raise ConfigError(f"{key} must be a text, not {value!r}; quote it: '{key}=\"{value}\"'")
+    build_model, build_data = _node(model, "model"), _node(data, "data")
+    folder = Path(out) if out else Path("outputs") / _folder_name(name or _run_name(values))
+    source = build_data()  # the quicker to fail comes first
+    return extract(build_model(), source, out=folder, config=values, **settings).path
+
+
+def _run_name(values: Mapping[str, Any]) -> str:
+    """``<model>-<data>``, and a hash where any setting that decides the rows is not the default."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    from embedx.extract import ROW_SETTINGS
+
+    model, data = _choice("model"), _choice("data")
+    name = f"{values['model'].get('name') or model}-{data}"
+    rows = {key: values[key] for key in ROW_SETTINGS}
+    default = OmegaConf.to_container(hydra.compose("extract", [f"model={model}", f"data={data}"]))
+    assert isinstance(default, dict)
+    usual = {key: default[key] for key in ROW_SETTINGS}
+    if root := values["data"].get("root"):
+        # The plain name belongs to the folder of that name right here; any other one is another.
+        full = Path(root).expanduser().resolve()
+        name = f"{values['model'].get('name') or model}-{full.name or 'root'}"
+        rows["data"] = {**rows["data"], "root": str(full)}
+        usual["data"] = {**usual["data"], "root": str(Path.cwd().resolve() / full.name)}
+    if rows == usual:
+        return name
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    return f"{name}-{digest[:6]}"
+
+
+def _folder_name(name: str) -> str:
+    """A name as one folder: characters that file systems or TensorBoard refuse become ``_``."""
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII).lstrip(".") or "_"
+
+
+def _stage_project(values: dict[str, Any]) -> None:
+    _project(values)
+    embeddings = shlex.quote(str(values["embeddings"]))
+    _next(f"view embeddings={embeddings}")
+
+
+def _project(values: dict[str, Any]) -> None:
+    from embedx.project import project
+
+    settings = dict(values)
+    node = settings.pop("projection")
+    _check(project, settings, where="")
+    method = _node(node, "projection", bind=False)
+    parameters = {key: value for key, value in node.items() if key != "_target_"}
+    project(settings.pop("embeddings"), method=method, **settings, **parameters)
+
+
+def _stage_evaluate(values: dict[str, Any]) -> None:
+    from embedx.evaluate import evaluate
+
+    _check(evaluate, values, where="")
+    evaluate(values.pop("embeddings"), **values)
+
+
+def _stage_export(values: dict[str, Any]) -> None:
+    from embedx.export import export
+
+    embeddings = str(values["embeddings"])
+    node = values.pop("exporter")
+    _check(export, values, where="")
+    exporter = _node(node, "exporter", bind=False)
+    options = {key: value for key, value in node.items() if key != "_target_"}
+    export(values.pop("embeddings"), exporter=exporter, **values, **options)
+    _next(f"view viewer=tensorboard embeddings={shlex.quote(embeddings)}")
+
+
+def _stage_view(values: dict[str, Any]) -> None:
+    from embedx.view import view
+
+    _check(view, values, where="")
+    view(values.pop("embeddings"), **values)
+
+
+def run(
+    *,
+    projections: list[str],
+    n_components: int,
+    random_state: int,
+    exporter: str,
+    color: str,
+) -> None:
+    """Extract, project by each method, evaluate, export and view in turn.
+
+    Args:
+        projections: Methods, each an option of ``projection``.
+        n_components: Dimensions of the maps.
+        random_state: Seed of the maps.
+        exporter: An option of ``exporter``.
+        color: Column to colour the maps by.
+    """
+
+
+def _stage_run(values: dict[str, Any]) -> None:
+    import hydra
+    from omegaconf import OmegaConf
+
+    own = {key: values.pop(key) for key in inspect.signature(run).parameters}
+    _check(run, own, where="")
+    for group, options in (("projection", own["projections"]), ("exporter", [own["exporter"]])):
+        for option in options:
+            if option not in _options(group):
+                known = _options(group)
+                raise ConfigError(
+                    f"there is no {group} {option!r}; the nearest are "
+                    f"{', '.join(nearest(option, known))}"
+                )
+    path = _extract(values)
+
+    def compose(stage: str, *overrides: str) -> dict[str, Any]:
+        word = f"embeddings={_quote(str(path))}"
+        composed = OmegaConf.to_container(hydra.compose(stage, [*overrides, word]), resolve=True)
+        assert isinstance(composed, dict)
+        return {str(key): value for key, value in composed.items()}
+
+    for method in own["projections"]:
+        settings = compose("project", f"projection={method}")
+        settings["projection"]["n_components"] = own["n_components"]
+        settings["projection"]["random_state"] = own["random_state"]
+        _project({**settings, "overwrite": values["overwrite"]})
+    _stage_evaluate(compose("evaluate"))
+    _stage_view({**compose("view"), "color": own["color"]})
+    settings = compose("export", f"exporter={own['exporter']}")
+    _stage_export(settings)
+    _next(f"info path={shlex.quote(str(path))} verify=true")
+    log.info("to look at: %s", path.parent / ("maps.png" if len(own["projections"]) > 1 else "."))
+
+
+def layers(*, depth: int | None) -> None:
+    """List the layers of a model.
+
+    Args:
+        model: The model; ``model.input_size`` is the side in px of the example.
+        depth: Show names of at most so many parts; null for all.
+    """
+
+
+def _stage_layers(values: dict[str, Any]) -> None:
+    node = values.pop("model")
+    _check(layers, values, where="")
+    build = _node(node, "model")
+    import torch
+
+    from embedx.hooks import layer_table
+
+    model = build()
+    for note in model.notes:
+        log.info(note)
+    side = model.preprocess.crop_px
+    table = layer_table(model.module, torch.zeros(1, 3, side, side), penultimate=model.layer)
+    depth = values["depth"]
+    if depth is not None and depth < 1:
+        raise ConfigError(f"depth must be at least 1, not {depth}")
+    rows = [("layer", "type", "output shape", "parameters", "calls", "")]
+    for layer in table:
+        if not layer.name or (depth is not None and layer.name.count(".") >= depth):
+            continue
+        n = layer.n_parameters
+        if depth is not None and layer.name.count(".") == depth - 1:  # what is folded into it
+            n += sum(r.n_parameters for r in table if r.name.startswith(f"{layer.name}."))
+        mark = "<- penultimate" if layer.penultimate else ""
+        shown = f"{n:,}" if n else "-"
+        rows.append((layer.name, layer.kind, layer.output_shape, shown, str(layer.calls), mark))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    for row in rows:
+        aligned = [
+            cell.rjust(width) if i in (3, 4) else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row[:5], widths, strict=True))
+        ]
+        print("  ".join([*aligned, row[5]]).rstrip())
+    total = sum(layer.n_parameters for layer in table)
+    log.info("%s: %s layers, %s parameters", model.name, len(table) - 1, f"{total:,}")
+    _next(f"extract model={_choice('model')} 'layers=[{model.layer or 'penultimate'}]'")
+
+
+def info(*, path: str, verify: bool) -> None:
+    """Say what is in a file.
+
+    Args:
+        path: An embeddings or projection file, or the folder of a run.
+        verify: Check every row against its checksum.
+    """
+
+
+def _stage_info(values: dict[str, Any]) -> None:
+    _check(info, values, where="")
+    from embedx.store import describe
+
+    about = describe(values["path"], verify=values["verify"])
+    width = max(map(len, about))
+    for key, value in about.items():
+        first, *rest = str(value).rstrip().split("\n")
+        log.info("%-*s  %s", width, key, first)
+        for line in rest:
+            log.info("%-*s  %s", width, "", line)
+
+
+def _next(command: str) -> None:
+    log.info("next: python -m embedx %s", command)
+
+
+def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
+    """The call that a config node with a ``_target_`` stands for, checked but not yet made."""
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        raise ConfigError(f"{group} must be one of: {', '.join(_options(group))}")
+    target = _locate(node["_target_"], group)
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    first: list[Any] = []
+    if group == "model" and not target.__module__.startswith("embedx."):
+        from embedx import models
+
+        first, target = [target], models.own  # a factory of the user's own
+    _check(target, arguments, where=f"{group}.")
+    return (lambda: target(*first, **arguments)) if bind else target
+
+
+def _locate(target: str, group: str) -> Callable[..., Any]:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # a user's own module lies where the user stands
+    module_name, _, name = target.rpartition(".")
+    try:
+        found = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{group}._target_={target} cannot be imported ({error}); name a callable as "
+            "package.module.function, from here or installed"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{group}._target_={target} is a {type(found).__name__}, not a callable")
+    return typing.cast(Callable[..., Any], found)
+
+
+def _check(
+    function: Callable[..., Any],
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    also: frozenset[str] | set[str] = frozenset(),
+) -> None:
+    """Refuse keys a function does not have and values that do not fit its type hints.
+
+    Raises:
+        ConfigError: Names the key with its prefix, both values, and the nearest key.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for key, value in values.items():
+        if key not in parameters:
+            if takes_any:
+                continue
+            known = [f"{where}{name}" for name in [*parameters, *also]]
+            raise _unknown_key(f"{where}{key}", known)
+        hint = parameters[key].annotation
+        if hint is inspect.Parameter.empty or isinstance(hint, str):
+            continue  # a function of the user's own without hints
+        try:
+            strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
+            TypeAdapter(hint, config=strict).validate_python(value)
+        except ValidationError:
+            raise ConfigError(
+                f"{where}{key} must be {_in_words(hint)}, not {_shown(value)}{_hint(hint, value)}"
+            ) from None
+
+
+def _in_words(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_in_words(part) for part in typing.get_args(hint)))
+    if typing.get_origin(hint) in (list, Sequence):
+        return f"a list of {_in_words(typing.get_args(hint)[0]).removeprefix('a ')}s"
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        bool: "true or false",
+        types.NoneType: "null",
+        os.PathLike: "a text",
+    }
+    return words.get(typing.get_origin(hint) or hint, getattr(hint, "__name__", str(hint)))
+
+
+def _shown(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}.get(value, repr(value))
+        if isinstance(value, (bool, types.NoneType))
+        else repr(value)
+    )
+
+
+def _hint(hint: Any, value: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal and isinstance(value, str):
+        return f"; the nearest is {nearest(value, typing.get_args(hint), n=1)[0]}"
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and "text" in _in_words(hint)
+    ):
+        return f"; a number as a text is quoted: '\"{value}\"'"
+    return ""

@@ -1,0 +1,327 @@
+"""Sources of samples: items with ids, labels and metadata, in one fixed order."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from embedx.errors import ConfigError, DataError
+
+Array = npt.NDArray[Any]
+
+SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
+FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+PIXELS_MOST = 100_000_000
+ALPHA_ON = (255, 255, 255)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Samples in a fixed order; row i of every file is item i, always.
+
+    Attributes:
+        name: For files and tables.
+        ids: n unique texts.
+        read: Item i, an upright RGB picture or a tensor; raises for an item that cannot be read.
+        fingerprint: Hash of what the items are: it decides whether rows are still theirs.
+        labels: Shape ``(n,)`` int32 indices into ``label_names``, -1 for none; None without labels.
+        label_names: Names of the labels.
+        metadata: Further columns of n numbers or texts.
+        notes: What was found and what was passed over, for the user.
+    """
+
+    name: str
+    ids: Sequence[str]
+    read: Callable[[int], Any]
+    fingerprint: str
+    labels: Array | None = None
+    label_names: Sequence[str] = ()
+    metadata: dict[str, Array | Sequence[str]] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _limited(n: int, limit: int | None) -> int:
+    if limit is not None and limit < 1:
+        raise ConfigError(f"data.limit must be at least 1, not {limit}")
+    return n if limit is None else min(n, limit)
+
+
+# --------------------------------------------------------------------------- pictures
+
+
+def decode_image(path: str | os.PathLike[str]) -> Image.Image:
+    """Read a picture as upright 8-bit RGB: first frame, EXIF turned, alpha on white.
+
+    Formats are told by content, not by name. 16-bit grey is scaled, not clipped.
+
+    Args:
+        path: A BMP, GIF, JPEG, PNG, PNM, TIFF or WebP file of at most 100 megapixels.
+
+    Raises:
+        DataError: Too large, or pixels whose range is not stated (32-bit, float).
+        OSError: Missing, truncated, or of another format.
+    """
+    with warnings.catch_warnings(), Image.open(path, formats=FORMATS) as opened:
+        warnings.simplefilter("ignore")  # our own cap stands before Pillow's warning
+        width, height = opened.size
+        if width * height > PIXELS_MOST:
+            raise DataError(
+                f"{width}x{height} px is more than {PIXELS_MOST / 1e6:.0f} megapixels; shrink it"
+            )
+        opened.load()
+        image = ImageOps.exif_transpose(opened)
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
+        elif image.mode in ("I", "F"):
+            raise DataError(
+                f"mode {image.mode!r} does not state its range; convert it to 8 or 16 bits"
+            )
+        if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            ground = Image.new("RGBA", image.size, (*ALPHA_ON, 255))
+            image = Image.alpha_composite(ground, image)
+        return image.convert("RGB")
+
+
+def thumbnail(image: Image.Image, side_px: int) -> Array:
+    """A square miniature, the whole picture centred on white: uint8 ``(side, side, 3)``."""
+    scale = side_px / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    # A handful of pixels is shown as pixels; anything larger is averaged down.
+    resample = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX
+    small = image.resize(size, resample, reducing_gap=2.0 if scale < 1 else None)
+    tile = Image.new("RGB", (side_px, side_px), ALPHA_ON)
+    tile.paste(small, ((side_px - size[0]) // 2, (side_px - size[1]) // 2))
+    return np.asarray(tile)
+
+
+# --------------------------------------------------------------------------- sources
+
+
+def digits(*, limit: int | None = None) -> Source:
+    """scikit-learn's 1,797 handwritten digits of 8x8 px, in memory, ten classes.
+
+    Args:
+        limit: Take the first so many.
+
+    References:
+        Alpaydin, Kaynak 1998, Optical Recognition of Handwritten Digits, UCI.
+    """
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    n = _limited(len(loaded.images), limit)
+    pixels = (loaded.images[:n] * (255 / 16)).round().astype(np.uint8)
+    return Source(
+        name="digits",
+        ids=[f"digit-{i:04d}" for i in range(n)],
+        read=_PixelReader(pixels),
+        fingerprint=hashlib.sha256(pixels.tobytes()).hexdigest(),
+        labels=loaded.target[:n].astype(np.int32),
+        label_names=[str(name) for name in loaded.target_names],
+        notes=(f"digits: {n:,} pictures of 8x8 px, 10 classes",),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PixelReader:
+    pixels: Array
+
+    def __call__(self, i: int) -> Image.Image:
+        return Image.fromarray(self.pixels[i]).convert("RGB")
+
+
+def folder(
+    root: str, *, limit: int | None = None, labels: Literal["none", "folder"] = "folder"
+) -> Source:
+    """Every picture below a folder, sorted by its path.
+
+    Ids are paths relative to ``root`` with ``/``; the first level of folders gives the labels.
+    Hidden files, other kinds of files, and folders that embedx wrote are passed over and counted.
+
+    Args:
+        root: The folder.
+        limit: Take the first so many.
+        labels: ``folder``, or ``none`` to have no labels.
+
+    Raises:
+        DataError: It is missing, is not a folder, or holds no picture.
+    """
+    top = Path(root).expanduser()
+    if not top.is_dir():
+        what = "is not a folder" if top.exists() else "is not there"
+        raise DataError(f"data.root {root} {what}; name a folder of pictures")
+    found, passed_over = _scan(top)
+    where = ", ".join(f"{count:,} {why}" for why, count in sorted(passed_over.items()))
+    if not found:
+        raise DataError(
+            f"data.root {root} holds no picture ({where or 'it is empty'}); embedx reads "
+            + " ".join(sorted(suffix[1:] for suffix in SUFFIXES))
+        )
+    n = _limited(len(found), limit)
+    items = found[:n]
+    ids = [name for name, _, _ in items]
+    classes = [name.split("/", 1)[0] if "/" in name else "" for name in ids]
+    label_names = sorted(set(classes) - {""}) if labels == "folder" else []
+    index = {name: i for i, name in enumerate(label_names)}
+    digest = hashlib.sha256()
+    for name, size_bytes, mtime_ns in items:
+        line = f"{name}\0{size_bytes}\0{mtime_ns}\n"
+        digest.update(line.encode("utf-8", "backslashreplace"))
+    note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
+    if n < len(found):
+        note += f", the first of {len(found):,}"
+    unlabelled = sum(name == "" for name in classes)
+    if label_names and unlabelled:
+        note += f", {unlabelled:,} outside any class"
+    return Source(
+        name=top.resolve().name or "folder",
+        ids=ids,
+        read=_FileReader(str(top), tuple(ids)),
+        fingerprint=digest.hexdigest(),
+        labels=np.array([index.get(c, -1) for c in classes], np.int32) if label_names else None,
+        label_names=label_names,
+        notes=(note, *((f"passed over: {where}",) if where else ())),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _FileReader:
+    root: str
+    ids: tuple[str, ...]
+
+    def __call__(self, i: int) -> Image.Image:
+        return decode_image(os.path.join(self.root, *self.ids[i].split("/")))
+
+
+def _scan(top: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
+    """``(id, bytes, mtime_ns)`` of each picture, sorted by id; and what was passed over."""
+    found: list[tuple[str, int, int]] = []
+    passed_over: Counter[str] = Counter()
+
+    def unreadable(error: OSError) -> None:
+        raise DataError(
+            f"cannot read the folder {error.filename}: {error.strerror}; check its rights"
+        )
+
+    for base, folders, files in os.walk(top, onerror=unreadable):
+        if any(name.startswith("embeddings.h5") for name in files):
+            passed_over["folders of embedx output"] += 1
+            folders.clear()
+            continue
+        for name in list(folders):
+            hidden = name.startswith(".")
+            if hidden or os.path.islink(os.path.join(base, name)):
+                folders.remove(name)
+                passed_over["hidden folders" if hidden else "linked folders"] += 1
+        for name in files:
+            path = os.path.join(base, name)
+            suffix = os.path.splitext(name)[1].lower()
+            if name.startswith("."):
+                passed_over["hidden files"] += 1
+            elif suffix not in SUFFIXES:
+                passed_over[f"{suffix[:12] or 'files without suffix'}"] += 1
+            else:
+                stat = None
+                with contextlib.suppress(OSError):  # a dangling link: its own row fails
+                    stat = os.stat(path)
+                relative = os.path.relpath(path, top).replace(os.sep, "/")
+                found.append(
+                    (relative, stat.st_size, stat.st_mtime_ns) if stat else (relative, -1, -1)
+                )
+    return sorted(found), passed_over
+
+
+def in_memory(
+    items: Any, *, labels: Sequence[Any] | None = None, ids: Sequence[str] | None = None
+) -> Source:
+    """An array or tensor of samples, or a map-style ``Dataset``, as a source.
+
+    Args:
+        items: Shape ``(n, ...)``, or an object with ``__len__`` and ``__getitem__`` whose items
+            are inputs, or tuples that begin with the input and the label.
+        labels: n labels of any kind that sorts.
+        ids: n unique texts; row numbers where they are not given.
+
+    Raises:
+        DataError: Empty, or without a length, or lengths that differ.
+    """
+    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise DataError(
+            f"data is a {type(items).__name__}; give a folder, an array, a tensor or a Dataset "
+            "with __len__ and __getitem__"
+        )
+    n = len(items)
+    if n == 0:
+        raise DataError("data is empty; give at least one sample")
+    for what, given in (("labels", labels), ("ids", ids)):
+        if given is not None and len(given) != n:
+            raise DataError(f"data has {n} samples and {len(given)} {what}; give one each")
+    kind = type(items).__name__.lower()
+    # torch is not imported to ask: whatever has a .numpy() is a tensor.
+    is_array = isinstance(items, np.ndarray) or hasattr(items, "numpy")
+    if is_array:
+        values = items if isinstance(items, np.ndarray) else items.detach().cpu().numpy()
+        digest = hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+    else:
+        digest = _sampled_digest(items)
+        targets = getattr(items, "targets", None)
+        if labels is None and targets is not None and len(targets) == n:
+            labels = targets
+    names: list[str] = []
+    indices: Array | None = None
+    if labels is not None:
+        values = np.asarray(labels)
+        unique, inverse = np.unique(values, return_inverse=True)
+        classes = getattr(items, "classes", None)
+        indices = inverse.astype(np.int32)
+        names = [str(value) for value in unique.tolist()]
+        if classes is not None and values.dtype.kind in "iu":
+            names = [str(classes[value]) for value in unique.tolist()]
+    return Source(
+        name=kind,
+        ids=list(ids) if ids is not None else [str(i) for i in range(n)],
+        read=_ItemReader(items),
+        fingerprint=digest,
+        labels=indices,
+        label_names=names,
+        notes=(f"{kind}: {n:,} samples",),
+    )
+
+
+def _sampled_digest(items: Any) -> str:
+    """Tells a Dataset by its type, length and 16 of its items: reading all would cost a pass."""
+    n = len(items)
+    digest = hashlib.sha256(f"{type(items).__module__}.{type(items).__qualname__} {n}".encode())
+    read = _ItemReader(items)
+    for i in sorted({round(j * (n - 1) / 15) for j in range(16)}):
+        try:
+            item = read(i)
+        except Exception as error:  # a row that cannot be read fails later, and by itself
+            item = repr(error)
+        value = item if isinstance(item, str) else np.asarray(item)
+        digest.update(value.encode() if isinstance(value, str) else value.tobytes())
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ItemReader:
+    items: Any
+
+    def __call__(self, i: int) -> Any:
+        item = self.items[i]
+        return item[0] if isinstance(item, (tuple, list)) else item

@@ -1,0 +1,85 @@
+"""The exceptions of embedx.
+
+Every message is one line: what is wrong, where, and how to mend it, with both values. Lists that
+are longer than a line travel as notes (``error.__notes__``)::
+
+    EmbedxError
+    ├── ConfigError      (ValueError)    an override, a config key or an argument
+    ├── LayerError       (LookupError)   a capture point that is not there or did not fire
+    ├── ShapeError       (ValueError)    a tensor of another shape than was asked for
+    ├── ModelError       (ValueError)    weights, checkpoints, model factories
+    ├── DataError        (ValueError)    a data source, or every row of it
+    ├── StoreError       (OSError)       a file that is not ours, damaged, locked or of another run
+    ├── DependencyError  (ImportError)   an extra that is not installed
+    └── Interrupted      (RuntimeError)  stopped by a signal, with everything finished so far kept
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class EmbedxError(Exception):
+    """A mistake that a user can mend; shown without a traceback by the command line."""
+
+
+class ConfigError(EmbedxError, ValueError):
+    """An override, a config key or an argument is wrong."""
+
+
+class LayerError(EmbedxError, LookupError):
+    """A capture point names no layer, did not fire, or fired more than once."""
+
+
+class ShapeError(EmbedxError, ValueError):
+    """A tensor has another shape than the operation takes."""
+
+
+class ModelError(EmbedxError, ValueError):
+    """Weights, a checkpoint or a model factory cannot be used."""
+
+
+class DataError(EmbedxError, ValueError):
+    """A data source cannot be used, or every row of it failed."""
+
+
+class StoreError(EmbedxError, OSError):
+    """A file is not ours, is damaged, is in use, or belongs to another run."""
+
+
+class DependencyError(EmbedxError, ImportError):
+    """A package of an optional extra is not installed."""
+
+
+class Interrupted(EmbedxError, RuntimeError):
+    """A signal stopped the work; everything committed so far is kept.
+
+    Attributes:
+        signal_number: The signal, for the exit status (128 + signal_number).
+    """
+
+    def __init__(self, message: str, *, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+def missing_extra(package: str, *, extra: str, needed_for: str) -> DependencyError:
+    """The error for an optional package that is not installed."""
+    return DependencyError(
+        f"{needed_for} needs the package {package!r}, which is not installed; "
+        f'install it with: pip install -e ".[{extra}]"'
+    )
+
+
+def nearest(word: str, choices: Iterable[str], *, n: int = 3) -> list[str]:
+    """The ``n`` choices spelled most like ``word``, best first (all of them if fewer).
+
+    Ranked by the similarity ratio of Ratcliff and Metzener 1988 (Python's difflib).
+    """
+    lowered = word.lower()
+    return sorted(
+        dict.fromkeys(choices),
+        key=lambda choice: (
+            -difflib.SequenceMatcher(None, lowered, choice.lower()).ratio(),
+            choice,
+        ),
+    )[:n]

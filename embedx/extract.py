@@ -1,0 +1,716 @@
+"""The stage ``extract``: data through a model, what its layers give into ``embeddings.h5``."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import PIL
+import torch
+import torch.utils.data
+import yaml
+from PIL import Image
+from torch import Tensor, nn
+
+from embedx import data as sources
+from embedx import hooks, models, pooling, store
+from embedx.data import Source
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    EmbedxError,
+    Interrupted,
+    ModelError,
+    ShapeError,
+    StoreError,
+)
+from embedx.models import Model, Preprocess
+from embedx.progress import Progress
+from embedx.store import Embeddings, Field, Status
+
+log = logging.getLogger("embedx")
+
+Array = npt.NDArray[Any]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+# What decides the rows: part of the name of a run and of the config stored in its file.
+ROW_SETTINGS = (
+    "model",
+    "data",
+    "layers",
+    "pooling",
+    "precision",
+    "dtype",
+    "save_outputs",
+    "thumbnails",
+)
+
+
+def extract(
+    model: Model | nn.Module,
+    data: Any,
+    *,
+    layers: str | list[str] = "penultimate",
+    pooling: str | list[str] = "auto",
+    batch_size: int = 64,
+    num_workers: int = 0,
+    device: str = "auto",
+    precision: Precision = "fp32",
+    dtype: Literal["float32", "float16"] = "float32",
+    save_outputs: bool = False,
+    thumbnails: int = 32,
+    on_error: Literal["skip", "raise"] = "skip",
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    preprocess: Preprocess | None = None,
+    labels: Sequence[Any] | None = None,
+    ids: Sequence[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Embeddings:
+    """Run data through a model once and stream what its layers give into one file.
+
+    Done already with the same settings, it does nothing; interrupted, it goes on where the last
+    commit was; the file's rows are those of the data, in order, always.
+
+    Args:
+        model: A network, or a :class:`~embedx.models.Model` from :mod:`embedx.models`.
+        data: A folder of pictures, an array or tensor ``(n, ...)``, a map-style ``Dataset``, or a
+            :class:`~embedx.data.Source`.
+        layers: Capture points, ``NAME[@CALL][:WHAT[.PATH]]``, globs, or ``penultimate``.
+        pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``cls``, ``mean_token``; one for all
+            points or one each.
+        batch_size: Samples in a forward pass.
+        num_workers: Processes that read and prepare the data; 0 for none.
+        device: ``auto`` (cuda, mps, cpu; a live network's own), or one of torch's names.
+        precision: Of the arithmetic: ``fp32``, or the faster ``tf32``, ``bf16``, ``fp16``.
+        dtype: Of the stored numbers.
+        save_outputs: Keep the model's outputs too, as ``logits`` and ``predicted``.
+        thumbnails: Side in px of the miniatures kept for pictures; 0 for none.
+        on_error: ``skip`` marks a sample that cannot be read as failed, ``raise`` stops at it.
+        out: Folder for ``embeddings.h5``; ``outputs/<model>-<data>-<6 hex>`` where not given.
+        overwrite: Replace what another run left in ``out``, and all that was derived from it.
+        preprocess: For pictures into a live network; tensors enter unchanged without it.
+        labels: For data that has none of its own, n of any kind.
+        ids: For data that has none of its own, n unique texts.
+        config: The settings to record; those of this call where not given.
+
+    Returns:
+        The file, opened for reading.
+
+    Raises:
+        ConfigError: An argument is out of its range.
+        LayerError: A layer is not there, or does not fire exactly once.
+        DataError: The data cannot be used, or every sample failed.
+        ModelError: The forward pass failed.
+        StoreError: No space, another writer, or ``out`` holds another run.
+        Interrupted: SIGINT or SIGTERM; everything finished so far is kept.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+    if num_workers < 0:
+        raise ConfigError(f"num_workers must be at least 0, not {num_workers}")
+    if not 0 <= thumbnails <= 512:
+        raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
+    described = model if isinstance(model, Model) else _described(model, preprocess)
+    source = _as_source(data, labels=labels, ids=ids)
+    for note in (*described.notes, *source.notes):
+        log.info(note)
+    torch_device = _device(device, described, is_live=not isinstance(model, Model))
+    if precision == "fp16" and torch_device.type == "cpu":
+        raise ConfigError("precision=fp16 needs a GPU, and the device is cpu; use bf16 or fp32")
+    points = hooks.resolve_points(
+        described.module,
+        layers,
+        penultimate=described.layer,
+        title=described.name if isinstance(model, Model) else None,
+    )
+    plan = _Plan(
+        model=described,
+        source=source,
+        points=points,
+        poolings=_poolings(pooling, len(points)),
+        device=torch_device,
+        precision=precision,
+        dtype=np.dtype(dtype),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        save_outputs=save_outputs,
+        thumbnails=thumbnails,
+        on_error=on_error,
+    )
+    identity = plan.identity()
+    file_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = Path(out) if out else Path("outputs") / f"{described.name}-{source.name}-{file_id[:6]}"
+    path = folder / store.EMBEDDINGS_NAME
+    if overwrite:
+        _remove_run(path)
+    if path.exists():
+        _refuse_another(path, path, identity)
+        log.info("%s is complete already with these settings: nothing to do", path)
+        return store.open(path)
+    if store.partial_path(path).exists():
+        _refuse_another(path, store.partial_path(path), identity)
+    log.info(
+        "extracting %s of %s over %s (%s rows) on %s into %s",
+        ", ".join(point.name for point in points),
+        described.name,
+        source.name,
+        f"{len(source):,}",
+        torch_device,
+        path,
+    )
+    given = {"layers": layers, "pooling": pooling, "precision": precision, "dtype": dtype}
+    recorded = dict(config) if config is not None else given
+    attrs = {
+        "id": file_id,
+        "identity": json.dumps(identity, sort_keys=True),
+        "config": _public_config(recorded),
+        "model": described.name,
+        "weights": described.weights,
+        "weights_sha256": described.weights_sha256,
+        "source": described.source,
+        "license": described.license,
+        "data": source.name,
+        "batch_size": batch_size,
+        "device": torch_device.type,
+        "environment": json.dumps(_environment()),
+    }
+    _run(plan, path, attrs)
+    text = yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
+    store.replace_file(folder / "config.yaml", text.encode())
+    return store.open(path)
+
+
+# --------------------------------------------------------------------------- settings
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    model: Model
+    source: Source
+    points: list[hooks.Point]
+    poolings: list[str]
+    device: torch.device
+    precision: Precision
+    dtype: np.dtype[Any]
+    batch_size: int
+    num_workers: int
+    save_outputs: bool
+    thumbnails: int
+    on_error: str
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the rows, for the id of the file and to name a difference."""
+        prepared = self.model.preprocess
+        return {
+            "model": self.model.source,
+            "weights_sha256": self.model.weights_sha256,
+            "preprocess": prepared.config() if prepared else None,
+            "layers": [point.name for point in self.points],
+            "pooling": self.poolings,
+            "precision": self.precision,
+            "dtype": self.dtype.name,
+            "save_outputs": self.save_outputs,
+            "thumbnails": self.thumbnails,
+            "rows": len(self.source),
+            "items": self.source.fingerprint,
+            "revisions": [
+                hooks.HOOKS_REVISION,
+                pooling.POOLING_REVISION,
+                models.PREPROCESS_REVISION,
+            ],
+        }
+
+
+def _poolings(spec: str | list[str], n_points: int) -> list[str]:
+    return pooling.per_point(spec, n_points=n_points)
+
+
+def _described(model: Any, preprocess: Preprocess | None) -> Model:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module or a Model")
+    return models.live(model, preprocess=preprocess)
+
+
+def _as_source(data: Any, *, labels: Sequence[Any] | None, ids: Sequence[str] | None) -> Source:
+    if isinstance(data, Source):
+        source = data
+    elif isinstance(data, (str, os.PathLike)):
+        source = sources.folder(os.fspath(data))
+    else:
+        return sources.in_memory(data, labels=labels, ids=ids)
+    if labels is not None or ids is not None:
+        raise ConfigError(
+            f"{source.name} has ids and labels of its own; leave labels= and ids= out"
+        )
+    return source
+
+
+def _device(name: str, model: Model, *, is_live: bool) -> torch.device:
+    if name == "auto":
+        if is_live:  # a live network stays where it lies
+            return next((p.device for p in model.module.parameters()), torch.device("cpu"))
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    if name not in there and not (name == "cuda" and len(there) > 1 and "cuda:0" in there):
+        raise ConfigError(f"device {name!r} is not on this machine; it has: {', '.join(there)}")
+    return torch.device(name)
+
+
+def _environment() -> dict[str, Any]:
+    import platform
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _public_config(config: Mapping[str, Any]) -> str:
+    """The settings that decide the rows, as YAML; of paths only the last part: files travel."""
+    kept = {key: config[key] for key in ROW_SETTINGS if key in config}
+    for group, key in (("data", "root"), ("model", "checkpoint")):
+        node = kept.get(group)
+        if isinstance(node, Mapping) and node.get(key):
+            kept[group] = {**node, key: Path(str(node[key])).name}
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+
+
+def _refuse_another(path: Path, present: Path, identity: Mapping[str, Any]) -> None:
+    """Raise if the file that is there belongs to another run, naming the first difference."""
+    there = json.loads(store.Embeddings(present).attrs.get("identity", "{}"))
+    differing = [key for key, value in identity.items() if there.get(key) != value]
+    if not differing:
+        return
+    key = min(differing, key=["items", "revisions"].__contains__)
+    was, now = there.get(key), identity[key]
+    if key == "items":
+        difference = "the data has changed since (files added, removed or edited)"
+    else:
+        difference = f"its {key} is {_short(was)}, and here it is {_short(now)}"
+    raise StoreError(
+        f"{present} holds another run: {difference}; choose another name=..., or replace it with "
+        "overwrite=true"
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _remove_run(path: Path) -> None:
+    """Remove an embeddings file and everything that was derived from it."""
+    folder = path.parent
+    for file in (path, store.partial_path(path), store.errors_path(path)):
+        file.unlink(missing_ok=True)
+    for name in ("projections", "projector"):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+    for pattern in ("map-*.png", "maps.png", "scores.json", "neighbors-*.h5"):
+        for derived in folder.glob(pattern):
+            derived.unlink()
+
+
+# --------------------------------------------------------------------------- the loop
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Items of one forward pass; an item that could not be read keeps its slot.
+
+    Attributes:
+        start: Row of the first item.
+        inputs: Shape ``(b, ...)``, zeros for bad items; None if every one is bad.
+        reasons: Why an item is bad, by its place in the batch.
+        thumbnails: Shape ``(b, side, side, 3)`` uint8, or None.
+    """
+
+    start: int
+    inputs: Tensor | None
+    reasons: dict[int, str]
+    thumbnails: Array | None
+    size: int
+
+
+class _Batches(torch.utils.data.Dataset[_Batch]):
+    """Whole batches by number, so that a worker process prepares one at a time."""
+
+    def __init__(self, plan: _Plan, *, first_row: int) -> None:
+        self._source = plan.source
+        self._preprocess = plan.model.preprocess
+        self._side_px = plan.thumbnails
+        self._batch_size = plan.batch_size
+        self._first_row = first_row
+
+    def __len__(self) -> int:
+        return math.ceil((len(self._source) - self._first_row) / self._batch_size)
+
+    def __getitem__(self, number: int) -> _Batch:
+        start = self._first_row + number * self._batch_size
+        size = min(self._batch_size, len(self._source) - start)
+        inputs: dict[int, Tensor] = {}
+        reasons: dict[int, str] = {}
+        miniatures: Array | None = None
+        for i in range(size):
+            try:
+                item = self._source.read(start + i)
+                if self._side_px and isinstance(item, Image.Image):
+                    if miniatures is None:
+                        shape = (size, self._side_px, self._side_px, 3)
+                        miniatures = np.full(shape, 255, np.uint8)
+                    miniatures[i] = sources.thumbnail(item, self._side_px)
+                inputs[i] = self._prepare(item)
+            except (ConfigError, ShapeError):
+                raise
+            except Exception as error:  # whatever is wrong with one item is that item's alone
+                text = str(error).strip().splitlines()
+                reasons[i] = f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+        return _Batch(start, self._stack(inputs, size, start), reasons, miniatures, size)
+
+    def _prepare(self, item: Any) -> Tensor:
+        if isinstance(item, Image.Image):
+            if self._preprocess is None:
+                raise ConfigError(
+                    "the data are pictures and the model is live: say how they enter it with "
+                    "preprocess=embedx.models.Preprocess(resize_px=256, crop_px=224)"
+                )
+            return self._preprocess.pixels(item)
+        return torch.as_tensor(item)
+
+    def _stack(self, inputs: Mapping[int, Tensor], size: int, start: int) -> Tensor | None:
+        if not inputs:
+            return None
+        first, example = next(iter(inputs.items()))
+        stacked = torch.zeros((size, *example.shape), dtype=example.dtype)
+        for i, tensor in inputs.items():
+            if tensor.shape != example.shape:
+                raise ShapeError(
+                    f"sample {self._source.ids[start + i]} has shape {tuple(tensor.shape)} and "
+                    f"sample {self._source.ids[start + first]} has {tuple(example.shape)}; bring "
+                    "all samples to one shape"
+                )
+            stacked[i] = tensor
+        return stacked
+
+
+def _only(batches: list[_Batch]) -> _Batch:
+    return batches[0]
+
+
+def _ignore_interrupts(_: int) -> None:
+    """Ctrl-C reaches every process of the group; the parent alone decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@dataclasses.dataclass
+class _Stop:
+    number: int = 0
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[_Stop]:
+    """SIGINT and SIGTERM ask the loop to stop after the batch at hand; a second one insists."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, _: FrameType | None) -> None:
+        if stop.number:
+            raise KeyboardInterrupt
+        stop.number = number
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any]) -> None:
+    """Fill ``path``, from the start or from where it was left."""
+    expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
+    writer = store.resume(path, expected=expected)
+    started = time.monotonic()
+    n_rows = len(plan.source)
+    first_row = writer.rows_done if writer else 0
+    if first_row:
+        log.info("going on at row %s of %s", f"{first_row:,}", f"{n_rows:,}")
+    loader = torch.utils.data.DataLoader(
+        _Batches(plan, first_row=first_row),
+        batch_size=1,
+        collate_fn=_only,
+        num_workers=plan.num_workers,
+        worker_init_fn=_ignore_interrupts,
+    )
+    waiting: list[_Batch] = []  # bad batches before the first good one: the shapes are not known
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_stop_on_signal())
+        stack.callback(lambda: writer.close() if writer else None)
+        progress = stack.enter_context(Progress(n_rows, what="extract", done=first_row))
+        forward = stack.enter_context(_forward(plan))
+        for batch in loader:
+            if batch.reasons and plan.on_error == "raise":
+                row = batch.start + min(batch.reasons)
+                if writer:
+                    writer.commit()
+                raise DataError(
+                    f"row {row}, {plan.source.ids[row]}: {batch.reasons[min(batch.reasons)]}; mend "
+                    "or remove it, or go on without such rows: on_error=skip"
+                )
+            results = forward(batch) if batch.inputs is not None else None
+            if writer is None and results is None:
+                waiting.append(batch)
+            else:
+                if writer is None:
+                    assert results is not None
+                    fields = _fields(plan, results, has_thumbnails=batch.thumbnails is not None)
+                    writer = _create(plan, path, fields, attrs)
+                    for earlier in waiting:
+                        _append(writer, earlier, None, plan.source)
+                _append(writer, batch, results, plan.source)
+            progress.advance(batch.size)
+            if stop.number and batch.start + batch.size < n_rows:
+                if writer is not None:
+                    writer.commit()
+                kept = writer.rows_done if writer is not None else 0
+                raise Interrupted(
+                    f"stopped by {signal.Signals(stop.number).name}: {kept:,} of {n_rows:,} rows "
+                    "are kept; run the same command again to go on",
+                    signal_number=stop.number,
+                )
+        if writer is None:
+            row, reason = min(waiting[0].reasons.items())
+            raise DataError(
+                f"every one of the {n_rows:,} rows failed; the first, {plan.source.ids[row]}: "
+                f"{reason}"
+            )
+        if writer.n_failed == n_rows:
+            writer.commit()
+            reason = store.read_reasons(path)[0]["reason"]
+            raise DataError(f"every one of the {n_rows:,} rows failed; the first: {reason}")
+        writer.finish()
+    _report(writer, path, seconds=time.monotonic() - started, rate=progress.rate)
+
+
+def _report(writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:
+    shapes = ", ".join(
+        f"{field.name.removeprefix('embeddings/')} {field.shape[0]} {field.dtype}"
+        for field in writer.fields
+        if field.name.startswith("embeddings/")
+    )
+    log.info(
+        "wrote %s: %s rows, %s failed, %s dims, %.1f s, %.1f images/s",
+        path,
+        f"{writer.n_rows:,}",
+        f"{writer.n_failed:,}",
+        shapes,
+        seconds,
+        rate,
+    )
+    if writer.n_failed:
+        reasons = store.read_reasons(path)
+        for reason in reasons[:3]:
+            log.info("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
+        log.info("all %s failed rows: %s", f"{writer.n_failed:,}", store.errors_path(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """What one forward pass gave: arrays by field name, and rows that are not finite."""
+
+    arrays: dict[str, Array]
+    attrs: dict[str, dict[str, Any]]
+    not_finite: dict[int, str]
+
+
+@contextlib.contextmanager
+def _forward(plan: _Plan) -> Iterator[Any]:
+    """The forward pass with its hooks, as a function from a batch to results."""
+    module = plan.model.module
+    prepared = plan.model.preprocess
+    chosen: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    spec = dict(zip((p.name for p in plan.points), plan.poolings, strict=True))
+
+    def reduce(point: hooks.Point, activation: Tensor) -> Tensor:
+        if point.name not in chosen:
+            name = spec[point.name]
+            try:
+                resolved = (
+                    pooling.choose(activation, tokens=plan.model.tokens) if name == "auto" else name
+                )
+            except ShapeError as error:
+                raise ShapeError(f"layer {point.name}: {error}") from None
+            chosen[point.name] = resolved
+            shapes[point.name] = tuple(activation.shape[1:])
+            if name == "auto":
+                log.info(
+                    "pooling of %s: %s, from (n, %s)",
+                    point.name,
+                    resolved,
+                    ", ".join(map(str, activation.shape[1:])),
+                )
+        return pooling.POOLINGS[chosen[point.name]](activation)
+
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
+    with contextlib.ExitStack() as stack:
+        if next(module.parameters(), torch.empty(0, device=plan.device)).device != plan.device:
+            module.to(plan.device)
+        stack.enter_context(hooks.undisturbed(module))
+        stack.enter_context(_matmul_precision(plan.precision))
+        got = stack.enter_context(hooks.Capture(module, plan.points, reduce=reduce))
+
+        def forward(batch: _Batch) -> _Results:
+            assert batch.inputs is not None
+            with (
+                torch.inference_mode(),
+                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
+            ):
+                inputs = batch.inputs.to(plan.device, non_blocking=True)
+                if prepared is not None and inputs.dtype == torch.uint8:
+                    inputs = prepared.normalize(inputs)
+                if inputs.ndim == 4:
+                    inputs = inputs.contiguous(memory_format=torch.channels_last)
+                try:
+                    output = module(inputs)
+                except EmbedxError:
+                    raise
+                except Exception as error:
+                    raise ModelError(
+                        f"{plan.model.name} failed on a batch of shape {tuple(inputs.shape)}: "
+                        f"{type(error).__name__}: {_first_line(error)}"
+                    ) from error
+                arrays, attrs = {}, {}
+                for point in plan.points:
+                    rows = got[point.name]
+                    if rows.ndim != 2 or len(rows) != batch.size:
+                        raise ShapeError(
+                            f"layer {point.name} gives {tuple(rows.shape)} for {batch.size} "
+                            "samples after pooling; choose a layer with one entry a sample"
+                        )
+                    field = store.embeddings_field(
+                        point.name, n_features=rows.shape[1], dtype=plan.dtype, attrs={}
+                    )
+                    with np.errstate(over="ignore"):  # overflow makes the row a failed one below
+                        arrays[field.name] = rows.float().cpu().numpy().astype(plan.dtype)
+                    attrs[field.name] = {
+                        "layer": point.layer,
+                        "what": point.what,
+                        "pooling": chosen[point.name],
+                        "activation_shape": list(shapes[point.name]),
+                    }
+                if plan.save_outputs:
+                    logits = _logits(output, plan.model.name, batch.size)
+                    arrays["outputs/logits"] = logits
+                    arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
+            if batch.thumbnails is not None:
+                arrays["thumbnails"] = batch.thumbnails
+            not_finite = {}
+            for name, array in arrays.items():
+                if array.dtype.kind == "f":
+                    for i in np.flatnonzero(~np.isfinite(array).all(axis=1)).tolist():
+                        if i not in batch.reasons:
+                            not_finite[i] = f"NaN or Inf in {name.split('/')[-1]}"
+            return _Results(arrays, attrs, not_finite)
+
+        yield forward
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def _logits(output: Any, model: str, size: int) -> Array:
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != size:
+        what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ShapeError(
+            f"save_outputs keeps outputs of shape (n, classes), and {model} gives {what}; capture "
+            "a layer instead, such as layers=[NAME:output.0]"
+        )
+    logits: Array = output.float().cpu().numpy()
+    return logits
+
+
+@contextlib.contextmanager
+def _matmul_precision(precision: Precision) -> Iterator[None]:
+    """fp32 means fp32: TensorFloat-32 is off unless it was asked for."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matmul.allow_tf32, conv.allow_tf32)
+    try:
+        matmul.allow_tf32 = conv.allow_tf32 = precision == "tf32"
+        yield
+    finally:
+        matmul.allow_tf32, conv.allow_tf32 = before
+
+
+def _fields(plan: _Plan, results: _Results, *, has_thumbnails: bool) -> list[Field]:
+    return [
+        Field(name, array.shape[1:], array.dtype, results.attrs.get(name, {}))
+        for name, array in results.arrays.items()
+        if name != "thumbnails" or has_thumbnails
+    ]
+
+
+def _create(
+    plan: _Plan, path: Path, fields: Sequence[Field], attrs: Mapping[str, Any]
+) -> store.Writer:
+    source = plan.source
+    return store.create(
+        path,
+        ids=source.ids,
+        fields=fields,
+        attrs=attrs,
+        labels=source.labels,
+        label_names=source.label_names,
+        metadata=source.metadata,
+    )
+
+
+def _append(writer: store.Writer, batch: _Batch, results: _Results | None, source: Source) -> None:
+    """Write a batch; rows that failed become NaN, class -1 and a white miniature."""
+    reasons = dict(batch.reasons)
+    if results is not None:
+        reasons.update(results.not_finite)
+    bad = sorted(reasons)
+    rows = {}
+    for field in writer.fields:
+        array = results.arrays.get(field.name) if results is not None else None
+        if array is None:
+            array = np.empty((batch.size, *field.shape), field.dtype)
+            array[...] = _blank(field)
+        elif bad and field.name != "thumbnails":
+            array = array.copy()
+            array[bad] = _blank(field)
+        rows[field.name] = array
+    status = np.full(batch.size, Status.OK, np.uint8)
+    status[bad] = Status.FAILED
+    listed = {batch.start + i: (source.ids[batch.start + i], reasons[i]) for i in bad}
+    writer.append(rows, status=status, reasons=listed)
+
+
+def _blank(field: Field) -> float | int:
+    return {"f": np.nan, "u": 255, "i": -1}[field.dtype.kind]

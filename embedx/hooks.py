@@ -1,0 +1,431 @@
+"""Capture points: what a layer takes in or gives out, copied during the model's own forward pass.
+
+This is the only module that registers hooks. A point is written ``NAME[@CALL][:WHAT[.PATH]]``:
+``layer4``, ``layer1.0.relu@1`` (its second call in a pass), ``fc:input``, ``encoder:output.0``.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embedx.errors import LayerError, nearest
+
+HOOKS_REVISION = 1  # raised when what a point captures changes; part of every file's id
+
+_POINT = re.compile(r"(?P<layer>[^@:]+)(@(?P<call>\d+))?(:(?P<what>[a-z_]+)(\.(?P<path>.+))?)?")
+_WHATS = ("output", "input")
+
+Reduce = Callable[["Point", Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One capture point.
+
+    Attributes:
+        layer: Dotted name in ``named_modules()``.
+        call: Which call within a pass, from 0; None for a layer that runs once a pass.
+        what: ``output`` or ``input``.
+        path: Way into a structured value: positions, keys or attribute names.
+    """
+
+    layer: str
+    call: int | None = None
+    what: str = "output"
+    path: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The shortest text that :func:`parse_point` reads as this point."""
+        call = "" if self.call is None else f"@{self.call}"
+        path = "".join(f".{part}" for part in self.path)
+        what = f":{self.what}{path}" if self.what != "output" or path else ""
+        return f"{self.layer}{call}{what}"
+
+
+def parse_point(text: str) -> Point:
+    """Read a capture point.
+
+    Args:
+        text: ``NAME[@CALL][:WHAT[.PATH]]``.
+
+    Raises:
+        LayerError: The text is not of that form.
+    """
+    if not isinstance(text, str):
+        raise LayerError(f"layer {text!r} is a number; quote it: layers=\"['{text}']\"")
+    match = _POINT.fullmatch(text.strip())
+    if match is None:
+        raise LayerError(f"layer {text!r} is not of the form NAME[@CALL][:WHAT[.PATH]]")
+    what = match["what"] or "output"
+    if what not in _WHATS:
+        raise LayerError(
+            f"layer {text!r}: {what!r} cannot be captured; choose one of {', '.join(_WHATS)}"
+        )
+    return Point(
+        layer=match["layer"],
+        call=int(match["call"]) if match["call"] else None,
+        what=what,
+        path=tuple(match["path"].split(".")) if match["path"] else (),
+    )
+
+
+def find_penultimate(module: nn.Module) -> Point:
+    """What enters the head: the input of the last ``Linear`` or 1x1 ``Conv2d``, as registered.
+
+    Raises:
+        LayerError: The module has neither.
+    """
+    head = None
+    for name, child in module.named_modules():
+        if name and (
+            isinstance(child, nn.Linear)
+            or (isinstance(child, nn.Conv2d) and child.kernel_size == (1, 1))
+        ):
+            head = name
+    if head is None:
+        raise LayerError(
+            f"{type(module).__name__} has no Linear or 1x1 Conv2d head, so it has no penultimate "
+            "layer; name one with layers=NAME, see: python -m embedx layers"
+        )
+    return Point(head, what="input")
+
+
+def resolve_points(
+    module: nn.Module,
+    layers: str | Sequence[str],
+    *,
+    penultimate: str | None = None,
+    title: str | None = None,
+) -> list[Point]:
+    """Names, globs and ``penultimate`` as capture points of a module.
+
+    Args:
+        module: The model.
+        layers: One point or several; ``layer?.*.conv1`` stands for every layer it matches.
+        penultimate: The point that ``penultimate`` means; found by :func:`find_penultimate`
+            where it is not given.
+        title: What the user calls the model, for the message.
+
+    Returns:
+        The points in the order asked for, each once.
+
+    Raises:
+        LayerError: A layer is not there; the message has the nearest names.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    points: dict[Point, None] = {}
+    asked = [layers] if isinstance(layers, str) else list(layers)
+    if not asked:
+        raise LayerError("layers is empty; name at least one, such as layers=penultimate")
+    for text in asked:
+        if text == "penultimate":
+            found = parse_point(penultimate) if penultimate else find_penultimate(module)
+            matches = [found]
+        else:
+            point = parse_point(text)
+            if point.layer in names:
+                matches = [point]
+            else:
+                matches = [
+                    dataclasses.replace(point, layer=name)
+                    for name in names
+                    if fnmatch.fnmatchcase(name, point.layer)
+                ]
+            if not matches:
+                raise _no_such_layer(module, point.layer, names, title)
+        points.update(dict.fromkeys(matches))
+    return list(points)
+
+
+def _no_such_layer(
+    module: nn.Module, layer: str, names: Sequence[str], title: str | None
+) -> LayerError:
+    return LayerError(
+        f"{type(module).__name__} has no layer {layer!r}; the nearest of its {len(names)} layers "
+        f"are {', '.join(nearest(layer, names))}; list them with: python -m embedx layers "
+        f"model={title or 'NAME'}"
+    )
+
+
+class Capture(Mapping[str, Tensor]):
+    """The tensors of the latest forward pass, by the name of their point.
+
+    A ``with`` block: hooks are set on entry and removed on exit, whatever happens in between.
+    Reading a point that did not fire, or whose layer ran twice, raises LayerError.
+    """
+
+    def __init__(
+        self, module: nn.Module, points: Sequence[Point], *, reduce: Reduce | None = None
+    ) -> None:
+        self._module = module
+        self._points = {point.name: point for point in points}
+        self._reduce = reduce
+        self._calls: Counter[str] = Counter()
+        self._tensors: dict[str, Tensor] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Capture":
+        modules = dict(self._module.named_modules())
+        with contextlib.ExitStack() as stack:
+            # Fused attention skips the modules inside it, and with them their hooks.
+            stack.callback(
+                torch.backends.mha.set_fastpath_enabled,
+                torch.backends.mha.get_fastpath_enabled(),
+            )
+            torch.backends.mha.set_fastpath_enabled(False)
+            begin = self._module.register_forward_pre_hook(self._begin_pass, prepend=True)
+            stack.callback(begin.remove)
+            for layer in dict.fromkeys(point.layer for point in self._points.values()):
+                for handle in self._register(layer, modules[layer]):
+                    stack.callback(handle.remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take every hook off the model and restore its fast paths; harmless when repeated."""
+        self._stack.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        point = self._points[name]
+        if name in self._tensors and (point.call is not None or self._calls[point.layer] == 1):
+            return self._tensors[name]
+        raise self._explain(point)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._points)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def _begin_pass(self, module: nn.Module, args: Any) -> None:
+        self._calls.clear()
+        self._tensors.clear()
+
+    def _register(self, layer: str, module: nn.Module) -> Iterator[Any]:
+        points = [p for p in self._points.values() if p.layer == layer]
+        inputs = [p for p in points if p.what == "input"]
+        outputs = [p for p in points if p.what == "output"]
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls[layer] += 1
+            for point in inputs:
+                self._keep(point, _select_input(point, args, kwargs))
+
+        def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            for point in outputs:
+                self._keep(point, output)
+
+        # Other hooks may change what the layer takes in or gives out: ours sees the final value.
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        if outputs:
+            yield module.register_forward_hook(after)
+
+    def _keep(self, point: Point, value: Any) -> None:
+        if point.call is not None and self._calls[point.layer] != point.call + 1:
+            return
+        path = point.path[1:] if point.what == "input" else point.path
+        for depth, key in enumerate(path):
+            value = _step(value, key, point, ".".join(path[:depth]))
+        if not isinstance(value, Tensor):
+            raise LayerError(
+                f"{point.name} is a {type(value).__name__}, not a tensor; choose a part of it: "
+                f"{_choices(point, value)}"
+            )
+        kept = value.detach()
+        if self._reduce is not None:
+            kept = self._reduce(point, kept)
+        if kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            kept = kept.clone()  # the next layer may work in place on the original
+        self._tensors[point.name] = kept
+
+    def _explain(self, point: Point) -> LayerError:
+        calls = self._calls[point.layer]
+        if point.call is not None and calls:
+            return LayerError(
+                f"{point.name}: {point.layer} ran {calls} time(s) in this pass, so its calls are "
+                f"numbered 0 to {calls - 1}"
+            )
+        if calls > 1:
+            return LayerError(
+                f"{point.layer} ran {calls} times in one pass; say which call: "
+                + " or ".join(dataclasses.replace(point, call=i).name for i in range(min(calls, 3)))
+            )
+        return LayerError(
+            f"{point.name} did not fire in this pass: the layer was skipped by a branch or a fused "
+            "path, or its .forward() was called directly; choose the layer around it"
+        )
+
+
+def _select_input(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    key = point.path[0] if point.path else None
+    if key is None:
+        if args or kwargs:
+            return args[0] if args else next(iter(kwargs.values()))
+    elif key in kwargs:
+        return kwargs[key]
+    elif key.isdigit() and int(key) < len(args):
+        return args[int(key)]
+    choices = [*map(str, range(len(args))), *kwargs]
+    raise LayerError(
+        f"{point.layer} has no input {key or 'at all'}; choose from: "
+        + (", ".join(f"{point.layer}:input.{choice}" for choice in choices) or "none")
+    )
+
+
+def _keys(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [str(key) for key in value]
+    if hasattr(value, "_fields"):
+        return list(value._fields)
+    if isinstance(value, (tuple, list)):
+        return [str(i) for i in range(len(value))]
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return []
+
+
+def _choices(point: Point, value: Any) -> str:
+    stem = dataclasses.replace(point, path=()).name.removesuffix(f":{point.what}")
+    path = "".join(f".{part}" for part in point.path)
+    keys = _keys(value)
+    return ", ".join(f"{stem}:{point.what}{path}.{key}" for key in keys) or "it has none"
+
+
+def _step(value: Any, key: str, point: Point, where: str) -> Any:
+    if isinstance(value, Mapping) and key in value:
+        return value[key]
+    if isinstance(value, (tuple, list)) and key.isdigit() and int(key) < len(value):
+        return value[int(key)]
+    if key in _keys(value):
+        return getattr(value, key)
+    raise LayerError(
+        f"{point.name}: the {point.what}{'.' + where if where else ''} of {point.layer} is a "
+        f"{type(value).__name__} without {key!r}; it has: {', '.join(_keys(value)) or 'no parts'}"
+    )
+
+
+def capture(
+    module: nn.Module, points: str | Sequence[str], *, reduce: Reduce | None = None
+) -> Capture:
+    """Copy what layers produce, in a ``with`` block around one's own forward passes.
+
+    Args:
+        module: The model; it is left exactly as it was.
+        points: One capture point or several, as in :func:`resolve_points`.
+        reduce: Applied to each tensor inside the hook, such as a pooling; None keeps it whole.
+
+    Returns:
+        A mapping from a point's name to its tensor in the latest pass, detached and copied.
+
+    Raises:
+        LayerError: A layer is not there (at once), or did not fire once (when it is read).
+    """
+    return Capture(module, resolve_points(module, points), reduce=reduce)
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode, and leave its modes and the random state as they were."""
+    modes = [(child, child.training) for child in module.modules()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            module.eval()
+            yield
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One row of the table of layers.
+
+    Attributes:
+        name: Dotted name.
+        kind: Class of the module.
+        output_shape: Shape of what it gives out in the example pass, ``""`` if not a tensor.
+        n_parameters: Parameters of its own, each shared one counted where it first appears.
+        calls: How often it ran in the pass.
+        penultimate: Whether this is the layer that ``layers=penultimate`` captures.
+    """
+
+    name: str
+    kind: str
+    output_shape: str
+    n_parameters: int
+    calls: int
+    penultimate: bool
+
+
+def layer_table(
+    module: nn.Module, example: Tensor, *, penultimate: str | None = None
+) -> list[Layer]:
+    """Every module of a model with what one example pass shows of it.
+
+    Args:
+        module: The model; it is left exactly as it was.
+        example: Input of one pass.
+        penultimate: The point marked as such; found where it is not given.
+
+    Returns:
+        One row a module in registration order; ``n_parameters`` sums to that of ``parameters()``.
+    """
+    marked = parse_point(penultimate) if penultimate else None
+    if marked is None:
+        with contextlib.suppress(LayerError):
+            marked = find_penultimate(module)
+    calls: Counter[str] = Counter()
+    shapes: dict[str, str] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            calls[name] += 1
+            shapes[name] = (
+                "x".join(map(str, output.shape))
+                if isinstance(output, Tensor)
+                else type(output).__name__
+            )
+
+        return after
+
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+        torch.backends.mha.set_fastpath_enabled(False)
+        for name, child in module.named_modules():
+            stack.callback(child.register_forward_hook(watch(name)).remove)
+        with undisturbed(module), torch.inference_mode():
+            module(example)
+    rows: list[Layer] = []
+    counted: set[int] = set()
+    for name, child in module.named_modules():
+        own = {id(p): p.numel() for p in child.parameters(recurse=False) if id(p) not in counted}
+        counted |= own.keys()
+        rows.append(
+            Layer(
+                name=name,
+                kind=type(child).__name__,
+                output_shape=shapes.get(name, ""),
+                n_parameters=sum(own.values()),
+                calls=calls[name],
+                penultimate=marked is not None and name == marked.layer,
+            )
+        )
+    return rows

@@ -1,0 +1,336 @@
+"""The stage ``project``: embeddings to a map of two or three dimensions.
+
+A projection is a function from rows to a :class:`Result`; its config file names it as
+``_target_``, so that another method is one file more.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embedx import store
+from embedx.errors import ConfigError, DataError, StoreError
+from embedx.neighbors import Metric, nearest_neighbors, trustworthiness
+from embedx.store import Projection
+
+log = logging.getLogger("embedx")
+
+Array = npt.NDArray[Any]
+
+TRUSTWORTHINESS_K = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a projection gives.
+
+    Attributes:
+        coords: Shape ``(n, m)``.
+        used: Parameters as they were used, where that differs from what was asked for, and scores
+            of the method's own.
+        state: Arrays of the fitted projection.
+    """
+
+    coords: Array
+    used: dict[str, Any] = dataclasses.field(default_factory=dict)
+    state: dict[str, Array] = dataclasses.field(default_factory=dict)
+
+
+# --------------------------------------------------------------------------- methods
+
+
+def pca(x: Array, *, n_components: int = 2, random_state: int = 0) -> Result:
+    """Principal component analysis, by a full singular value decomposition.
+
+    The sign of each component makes its largest loading positive.
+
+    Args:
+        x: Shape ``(n, d)``, finite.
+        n_components: m, at most min(n, d); clamped with a message.
+        random_state: Not used; the result is exact.
+
+    Returns:
+        Coordinates and the fitted mean ``(d,)`` and components ``(m, d)``.
+
+    References:
+        Pearson 1901, Philosophical Magazine 2(11); Hotelling 1933.
+    """
+    m = _clamp("n_components", n_components, most=min(x.shape))
+    mean = x.mean(axis=0, dtype=np.float64)
+    centered = x.astype(np.float64) - mean
+    _, singular, components = np.linalg.svd(centered, full_matrices=False)
+    components = components[:m]
+    largest = np.abs(components).argmax(axis=1)
+    components *= np.where(components[np.arange(m), largest] < 0, -1.0, 1.0)[:, None]
+    total = float((singular**2).sum())
+    ratio = singular[:m] ** 2 / total if total > 0 else np.zeros(m)
+    return Result(
+        coords=centered @ components.T,
+        used={"n_components": m, "explained_variance_ratio": ratio.tolist()},
+        state={"mean": mean, "components": components},
+    )
+
+
+def tsne(
+    x: Array,
+    *,
+    n_components: int = 2,
+    perplexity: float = 30.0,
+    early_exaggeration: float = 12.0,
+    n_iter: int = 500,
+    metric: Metric = "euclidean",
+    random_state: int = 0,
+) -> Result:
+    """t-distributed stochastic neighbour embedding, by openTSNE.
+
+    Args:
+        x: Shape ``(n, d)``, finite.
+        n_components: m, 2 or 3.
+        perplexity: Effective number of neighbours; clamped to (n - 1) / 3 with a message.
+        early_exaggeration: Factor of the attraction in the first 250 iterations.
+        n_iter: Iterations after those.
+        metric: Of the distances in ``x``.
+        random_state: Seed.
+
+    Raises:
+        DataError: Fewer than 4 rows.
+
+    References:
+        van der Maaten, Hinton 2008, JMLR 9; Policar, Strazar, Zupan 2024, JSS 109(3).
+    """
+    import openTSNE
+
+    n = len(x)
+    if n < 4:
+        raise DataError(f"t-SNE needs at least 4 rows, and there are {n}; use projection=pca")
+    used = _clamp("perplexity", perplexity, most=(n - 1) / 3)
+    k = min(n - 1, round(3 * used))
+    neighbors = openTSNE.nearest_neighbors.PrecomputedNeighbors(
+        *nearest_neighbors(x, n_neighbors=k, metric=metric)
+    )
+    affinities = openTSNE.affinity.PerplexityBasedNN(
+        knn_index=neighbors, perplexity=used, random_state=random_state
+    )
+    start = pca(x, n_components=min(n_components, *x.shape)).coords
+    start = np.pad(start, ((0, 0), (0, n_components - start.shape[1])))
+    # The tree of Barnes-Hut holds any number of dimensions; the grid of FFT only two, and it pays
+    # from some thousands of rows.
+    logging.getLogger("openTSNE").setLevel(logging.ERROR)  # it warns that it uses what it is given
+    fit = openTSNE.TSNE(
+        n_components=n_components,
+        perplexity=used,
+        early_exaggeration=early_exaggeration,
+        n_iter=n_iter,
+        initialization=openTSNE.initialization.rescale(start),
+        negative_gradient_method="fft" if n_components == 2 and n > 5000 else "bh",
+        n_jobs=os.cpu_count() or 1,
+        random_state=random_state,
+    ).fit(affinities=affinities)
+    return Result(
+        coords=np.asarray(fit),
+        used={"perplexity": used, "kl_divergence": float(fit.kl_divergence)},
+    )
+
+
+def umap(
+    x: Array,
+    *,
+    n_components: int = 2,
+    n_neighbors: int = 15,
+    min_dist: float = 0.1,
+    metric: Metric = "euclidean",
+    random_state: int = 0,
+) -> Result:
+    """Uniform manifold approximation and projection, by umap-learn on the exact neighbours.
+
+    Args:
+        x: Shape ``(n, d)``, finite.
+        n_components: m.
+        n_neighbors: Size of a neighbourhood, counting the row itself; clamped to n - 1.
+        min_dist: Least distance between points of the map.
+        metric: Of the distances in ``x``.
+        random_state: Seed.
+
+    Raises:
+        DataError: Fewer than 4 rows.
+
+    References:
+        McInnes, Healy, Melville 2018, arXiv:1802.03426.
+    """
+    n = len(x)
+    if n < 4:
+        raise DataError(f"UMAP needs at least 4 rows, and there are {n}; use projection=pca")
+    if n_neighbors < 2:
+        raise ConfigError(f"projection.n_neighbors must be at least 2, not {n_neighbors}")
+    import umap as umap_learn
+
+    k = int(_clamp("n_neighbors", n_neighbors, most=n - 1))
+    indices, distances = nearest_neighbors(x, n_neighbors=k - 1, metric=metric)
+    # umap-learn counts a row as its own first neighbour.
+    indices = np.hstack([np.arange(n)[:, None], indices])
+    distances = np.hstack([np.zeros((n, 1), np.float32), distances])
+    fit = umap_learn.UMAP(
+        n_components=n_components,
+        n_neighbors=k,
+        min_dist=min_dist,
+        metric=metric,
+        precomputed_knn=(indices, distances, None),
+        # The spectral start solves for m + 1 eigenvectors, which tiny data do not have.
+        init="spectral" if n > 2 * (n_components + 1) else "random",
+        random_state=random_state,
+        n_jobs=1,  # what a seed makes of it anyway
+    )
+    coords = fit.fit_transform(x)
+    return Result(coords=np.asarray(coords), used={"n_neighbors": k})
+
+
+def _clamp(name: str, value: Any, *, most: Any) -> Any:
+    if value <= most:
+        return value
+    log.info("%s=%s is too large for these rows: using %s", name, value, most)
+    return most
+
+
+# --------------------------------------------------------------------------- the stage
+
+METHODS: dict[str, Callable[..., Result]] = {"pca": pca, "tsne": tsne, "umap": umap}
+
+
+def project(
+    embeddings: str | os.PathLike[str] | store.Embeddings,
+    *,
+    method: str | Callable[..., Result] = "umap",
+    layer: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    **parameters: Any,
+) -> Projection:
+    """Project the rows of an embeddings file and write the map beside it.
+
+    Done already with the same values, it does nothing. Failed rows are NaN in the map.
+
+    Args:
+        embeddings: The file, its folder, or the opened file.
+        method: ``pca``, ``tsne``, ``umap``, or a function ``(x, **parameters) -> Result``.
+        layer: The capture point; the first in the file where not given.
+        out: Folder for the projection; ``projections`` beside the embeddings where not given.
+        overwrite: Compute again what is there.
+        parameters: Of the method.
+
+    Returns:
+        The projection, coordinates ``(n, m)`` row-aligned with the embeddings.
+
+    Raises:
+        ConfigError: An unknown method.
+        DataError: Too few rows.
+        StoreError: A file is missing or damaged, or there is no space.
+    """
+    opened = embeddings if isinstance(embeddings, store.Embeddings) else store.open(embeddings)
+    if not opened.complete:
+        raise DataError(f"{opened.path} is not finished; finish the extraction first")
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ConfigError(
+                f"projection {method!r} is not known; choose one of: {', '.join(METHODS)}"
+            )
+        function, name = METHODS[method], method
+    else:
+        function, name = method, getattr(method, "__name__", "projection")
+    parameters = _with_defaults(function, parameters)
+    point, rows = opened.rows(layer)
+    if parameters.get("n_components", 2) not in (2, 3) and name != "pca":
+        raise ConfigError(
+            f"projection.n_components must be 2 or 3 for {name}, not {parameters['n_components']}"
+        )
+    settings = {"method": name, "layer": point, **parameters}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    folder = Path(out) if out else opened.path.parent / "projections"
+    path = folder / f"{name}-{digest[:6]}.h5"
+    projection_id = hashlib.sha256(f"{opened.attrs['id']} {digest}".encode()).hexdigest()
+    if path.exists() and not overwrite:
+        present = store.open_projection(path)
+        if present.attrs.get("id") == projection_id:
+            log.info("%s is there already with these settings: nothing to do", path)
+            return present
+        raise StoreError(
+            f"{path} belongs to other embeddings (parent {str(present.attrs.get('parent'))[:12]}, "
+            f"and {opened.path} is {opened.attrs['id'][:12]}); replace it with overwrite=true"
+        )
+    ok = opened.ok
+    n_ok = int(ok.sum())
+    if n_ok == 0:
+        raise DataError(f"{opened.path} has no row to project: all {opened.n_rows} failed")
+    log.info(
+        "projecting %s of %s by %s (%s rows of %s dims) into %s",
+        point,
+        opened.path,
+        name,
+        f"{n_ok:,}",
+        rows.shape[1],
+        path,
+    )
+    if n_ok < opened.n_rows:
+        log.info("%s failed rows are left out", f"{opened.n_rows - n_ok:,}")
+    started = time.monotonic()
+    x = np.asarray(rows[ok], dtype=np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what matters of them is said in our own words
+        result = function(x, **parameters)
+    coords = np.full((opened.n_rows, result.coords.shape[1]), np.nan, np.float32)
+    coords[ok] = result.coords
+    attrs: dict[str, Any] = {
+        "id": projection_id,
+        "parent": opened.attrs["id"],
+        "model": opened.attrs.get("model", ""),
+        "data": opened.attrs.get("data", ""),
+        "method": name,
+        "layer": point,
+        "seed": parameters.get("random_state", 0),
+        "threads": os.cpu_count() or 1,
+    }
+    attrs.update({key: _attr(value) for key, value in {**parameters, **result.used}.items()})
+    placed = np.isfinite(coords[ok]).all(axis=1)
+    if not placed.all():
+        log.info("%s rows could not be placed and are absent from the map", int((~placed).sum()))
+    k = min(TRUSTWORTHINESS_K, (int(placed.sum()) - 1) // 2)
+    if k >= 1:
+        score, measured = trustworthiness(x[placed], coords[ok][placed], n_neighbors=k)
+        attrs.update(trustworthiness=score, trustworthiness_k=k, trustworthiness_rows=measured)
+    store.write_projection(path, coords=coords, ids=opened.ids, attrs=attrs, state=result.state)
+    log.info(
+        "wrote %s: %s rows, %s dims, trustworthiness %s, %.1f s",
+        path,
+        f"{n_ok:,}",
+        coords.shape[1],
+        f"{attrs['trustworthiness']:.3f}" if k >= 1 else "not defined for so few rows",
+        time.monotonic() - started,
+    )
+    return store.open_projection(path)
+
+
+def _with_defaults(function: Callable[..., Result], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every parameter with its value, so that a default written out is the same settings."""
+    import inspect
+
+    try:
+        bound = inspect.signature(function).bind(None, **given)
+    except TypeError as error:
+        raise ConfigError(
+            f"projection {getattr(function, '__name__', function)}: {error}"
+        ) from None
+    bound.apply_defaults()
+    return dict(list(bound.arguments.items())[1:])
+
+
+def _attr(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) else json.dumps(value)

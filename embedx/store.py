@@ -1,0 +1,1245 @@
+"""The files of embedx: laid out once by HDF5, then filled in place.
+
+An embeddings file is an ordinary HDF5 file whose skeleton (every dataset at its final size,
+contiguous, unfiltered) is made by h5py, closed, and never touched by HDF5 again: rows go in by
+``pwrite`` at known offsets, and two alternating commit records, each on a page of its own, say how
+many of them count. A crash therefore can tear at most what no record has claimed yet.
+``docs/format.md`` specifies the layout; this is the only module that imports h5py.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from embedx.errors import StoreError
+
+if TYPE_CHECKING:
+    import pandas
+
+Array = npt.NDArray[Any]
+
+EMBEDDINGS_FORMAT = "embedx-embeddings"
+PROJECTION_FORMAT = "embedx-projection"
+FORMAT_VERSION = 1
+EMBEDDINGS_NAME = "embeddings.h5"
+ID_BYTES_MAX = 1024
+
+PAGE_BYTES = 4096
+COMMIT_BYTES = 64 * 2**20
+COMMIT_S = 2.0
+
+_RECORD = struct.Struct("<8sQQQI16s")  # magic, sequence, rows done, rows before, state, run
+_MAGIC = b"EMBXCMT1"
+_RUNNING, _COMPLETE = 1, 2
+
+
+class Status(IntEnum):
+    """The state of a row, as stored in ``/status``."""
+
+    PENDING = 0
+    OK = 1
+    FAILED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A dataset with one entry a row, streamed while the work runs.
+
+    Attributes:
+        name: Its path in the file, such as ``embeddings/avgpool``.
+        shape: Shape of one row, ``(d,)`` for embeddings.
+        dtype: NumPy type of the stored numbers.
+        attrs: What the numbers are, stored as attributes of the dataset.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class DiskIO:
+    """The calls by which rows reach the disk, in one place so that tests can make each one fail."""
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        """Make the data of ``fd`` durable; on macOS only F_FULLFSYNC reaches the medium."""
+        try:
+            import fcntl
+        except ImportError:  # Windows has no fcntl; it reads files only
+            os.fsync(fd)
+            return
+        if hasattr(fcntl, "F_FULLFSYNC"):
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        elif hasattr(os, "fdatasync"):
+            os.fdatasync(fd)
+        else:
+            os.fsync(fd)
+
+    def allocate(self, fd: int, n_bytes: int) -> None:
+        """Reserve ``n_bytes`` for ``fd``, or raise OSError(ENOSPC) while nothing is lost yet."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, n_bytes)
+            return
+        size = os.fstat(fd).st_size
+        zeros = bytes(2**20)
+        while size < n_bytes:
+            size += self.pwrite(fd, zeros[: n_bytes - size], size)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+        self.sync_folder(new.parent)
+
+    def sync_folder(self, folder: Path) -> None:
+        if os.name == "nt":
+            return
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def write_all(self, fd: int, data: Array | bytes, offset: int) -> None:
+        """Write all of ``data``, going on after short writes."""
+        if isinstance(data, np.ndarray):
+            view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+        else:
+            view = memoryview(data)
+        while view:
+            done = self.pwrite(fd, view, offset)
+            view, offset = view[done:], offset + done
+
+
+_DISK = DiskIO()
+
+
+def replace_file(path: Path, data: bytes, *, disk: DiskIO = _DISK) -> Path:
+    """Put ``data`` under ``path`` whole or not at all.
+
+    Raises:
+        StoreError: The disk is full or the folder cannot be written; ``path`` is as it was.
+    """
+    tmp: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        tmp = Path(name)
+        try:
+            os.fchmod(fd, 0o666 & ~_umask())
+            disk.write_all(fd, data, 0)
+            disk.sync(fd)
+        finally:
+            os.close(fd)
+        disk.rename(tmp, path)
+    except OSError as error:
+        raise _disk_error(error, path, len(data)) from error
+    finally:
+        if tmp is not None:
+            tmp.unlink(missing_ok=True)
+    return path
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _disk_error(error: OSError, path: Path, n_bytes: int) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    folder = next(p for p in [path.parent, *path.parent.parents] if p.exists())
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free
+        return StoreError(
+            f"no disk space for {path}: it needs {n_bytes / 1e6:,.1f} MB and {folder} has "
+            f"{free / 1e6:,.1f} MB free; free some, or choose another place with out=FOLDER"
+        )
+    return StoreError(f"cannot write {path}: {error.strerror or error}; choose another out=FOLDER")
+
+
+# --------------------------------------------------------------------------- text in HDF5
+
+
+def encode_texts(values: Sequence[str], *, what: str, most_bytes: int = ID_BYTES_MAX) -> Array:
+    """Texts as the fixed-length, zero-padded UTF-8 that the files hold.
+
+    Bytes of a file name that are not UTF-8 are written as ``\\xNN``-style escapes.
+
+    Args:
+        values: n texts.
+        what: What they are, for the message.
+        most_bytes: Longest text taken, in bytes.
+
+    Returns:
+        Shape ``(n,)``, dtype ``S<longest>``.
+
+    Raises:
+        StoreError: One is longer than ``most_bytes`` or holds a NUL character.
+    """
+    encoded = [value.encode("utf-8", "backslashreplace") for value in values]
+    for value, data in zip(values, encoded, strict=True):
+        if len(data) > most_bytes:
+            raise StoreError(
+                f"{what} {value[:60]!r}... has {len(data)} bytes, and at most {most_bytes} "
+                "are stored; shorten it"
+            )
+        if b"\0" in data:
+            raise StoreError(f"{what} {value[:60]!r} holds a NUL character; rename it")
+    width = max((len(data) for data in encoded), default=0)
+    return np.array(encoded, dtype=f"S{max(width, 1)}")
+
+
+def _decode(values: Array) -> list[str]:
+    return [bytes(value).decode("utf-8", "replace") for value in values]
+
+
+def _h5_type(array_dtype: np.dtype[Any]) -> Any:
+    if array_dtype.kind == "S":
+        return h5py.string_dtype("utf-8", array_dtype.itemsize)
+    return array_dtype
+
+
+def _safe_name(name: str) -> str:
+    """A capture point as the name of a dataset: ``/`` would make a group, ``%`` is the escape."""
+    escaped = name.replace("%", "%25").replace("/", "%2F")
+    return {".": "%2E", "..": "%2E%2E"}.get(escaped, escaped)
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
+
+
+def embeddings_field(
+    point: str, *, n_features: int, dtype: np.dtype[Any], attrs: Mapping[str, Any]
+) -> Field:
+    """The dataset of one capture point."""
+    return Field(f"embeddings/{_safe_name(point)}", (n_features,), dtype, attrs)
+
+
+# --------------------------------------------------------------------------- locking
+
+
+class _Lock:
+    """An advisory lock that dies with its process and is not inherited by forked workers."""
+
+    def __init__(self, target: Path) -> None:
+        self.path = target.with_name(target.name + ".lock")
+        self._target = target
+        self._fd = -1
+
+    def acquire(self) -> None:
+        import fcntl
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                owner = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+                os.close(fd)
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                raise StoreError(
+                    f"{self._target} is being written by {owner or 'another process'}; "
+                    "wait for it, or choose another name=..."
+                ) from None
+            # The owner removes the file when it is done: only a lock on the present file counts.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self.path).st_ino == os.fstat(fd).st_ino:
+                    break
+            os.close(fd)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._fd = fd
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+# --------------------------------------------------------------------------- commit records
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    sequence: int
+    rows_done: int
+    rows_before: int
+    state: int
+    run: bytes
+
+    def pack(self) -> bytes:
+        body = _RECORD.pack(
+            _MAGIC, self.sequence, self.rows_done, self.rows_before, self.state, self.run
+        )
+        return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _read_record(page: bytes, *, n_rows: int, run: bytes) -> _Record | None:
+    body = page[: _RECORD.size]
+    (checksum,) = struct.unpack_from("<I", page, _RECORD.size)
+    if zlib.crc32(body) != checksum:
+        return None
+    magic, sequence, rows_done, rows_before, state, got_run = _RECORD.unpack(body)
+    if magic != _MAGIC or got_run != run or not rows_before <= rows_done <= n_rows:
+        return None
+    return _Record(sequence, rows_done, rows_before, state, got_run)
+
+
+def _newest_record(pages: Array, *, n_rows: int, run: bytes) -> _Record | None:
+    records = [_read_record(page.tobytes(), n_rows=n_rows, run=run) for page in pages]
+    return max((r for r in records if r), key=lambda r: r.sequence, default=None)
+
+
+def _run_bytes(file_id: str) -> bytes:
+    """Marks the commit records of this file. Derived from its id, so that equal runs make equal
+    files, and a recycled disk page of another run is not taken for a record of this one."""
+    return hashlib.sha256(file_id.encode()).digest()[:16]
+
+
+def _row_checksums(status: Array, parts: Sequence[Array]) -> Array:
+    """CRC-32 of each row: its status byte, then its bytes in every streamed dataset, in order."""
+    flat = [np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in parts]
+    checksums = np.empty(len(status), dtype=np.uint32)
+    for i, state in enumerate(status):
+        checksum = zlib.crc32(bytes((int(state),)))
+        for part in flat:
+            checksum = zlib.crc32(part[i].data, checksum)
+        checksums[i] = checksum
+    return checksums
+
+
+# --------------------------------------------------------------------------- writing
+
+
+class Writer:
+    """Streams rows, in order, into one embeddings file.
+
+    Made by :func:`create` or :func:`resume`; ``rows_done`` says how many rows are durable. After
+    any error from the disk the writer refuses further work: open it again with :func:`resume`.
+
+    Attributes:
+        path: The final name; until :meth:`finish` the file is ``<path>.partial``.
+        n_rows: Rows the file holds when it is complete.
+        rows_done: Rows that are committed, counted from the first.
+        n_failed: Committed and uncommitted rows with status FAILED.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fields: Sequence[Field],
+        offsets: Mapping[str, int],
+        n_rows: int,
+        run: bytes,
+        newest: _Record,
+        n_failed: int,
+        lock: _Lock,
+        disk: DiskIO,
+    ) -> None:
+        self.path = path
+        self.fields = tuple(fields)
+        self.n_rows = n_rows
+        self.rows_done = newest.rows_done
+        self.n_failed = n_failed
+        self._written = newest.rows_done
+        self._sequence = newest.sequence
+        self._offsets = dict(offsets)
+        self._run = run
+        self._lock = lock
+        self._disk = disk
+        self._reasons: list[dict[str, Any]] = []
+        self._uncommitted_bytes = 0
+        self._committed_at = time.monotonic()
+        self._fd = os.open(partial_path(path), os.O_RDWR)
+
+    def append(
+        self,
+        rows: Mapping[str, Array],
+        *,
+        status: Array,
+        reasons: Mapping[int, tuple[str, str]] | None = None,
+    ) -> None:
+        """Write the next rows; commits by itself every 64 MiB or 2 seconds.
+
+        Args:
+            rows: For each field, by name, shape ``(b, *field.shape)`` in the field's dtype.
+            status: Shape ``(b,)`` of :class:`Status`.
+            reasons: For each failed row of the file, its sample id and why it failed.
+
+        Raises:
+            StoreError: The disk refused; nothing that was committed is lost.
+            ValueError: Shapes or types do not fit the fields, or there are too many rows.
+        """
+        start, stop = self._written, self._written + len(status)
+        if stop > self.n_rows:
+            raise ValueError(f"row {stop - 1} is past the {self.n_rows} rows of {self.path}")
+        parts = []
+        for field in self.fields:
+            part = rows[field.name]
+            if part.shape != (len(status), *field.shape) or part.dtype != field.dtype:
+                raise ValueError(
+                    f"{field.name} takes {(len(status), *field.shape)} {field.dtype}, "
+                    f"not {part.shape} {part.dtype}"
+                )
+            parts.append(part)
+        status = status.astype(np.uint8)
+        checksums = _row_checksums(status, parts)
+        with self._fatal():
+            for field, part in zip(self.fields, parts, strict=True):
+                self._put(field.name, part, start, field.row_bytes)
+            self._put("row_crc32", checksums, start, 4)
+            self._put("status", status, start, 1)
+        for row, (sample_id, reason) in sorted((reasons or {}).items()):
+            self._reasons.append({"row": row, "id": sample_id, "reason": reason})
+        self._written = stop
+        self.n_failed += int((status == Status.FAILED).sum())
+        self._uncommitted_bytes += sum(part.nbytes for part in parts)
+        if (
+            self._uncommitted_bytes >= COMMIT_BYTES
+            or time.monotonic() - self._committed_at >= COMMIT_S
+        ):
+            self.commit()
+
+    def commit(self) -> None:
+        """Make every appended row durable, then say so in a commit record.
+
+        Raises:
+            StoreError: The disk refused; the rows of earlier commits stand.
+        """
+        self._commit(_RUNNING)
+
+    def finish(self) -> Path:
+        """Commit the last rows, mark the file complete and give it its final name.
+
+        Returns:
+            The final path.
+
+        Raises:
+            StoreError: The disk refused; run again to go on.
+        """
+        if self._written != self.n_rows:
+            raise ValueError(f"{self._written} of {self.n_rows} rows were appended")
+        self._commit(_COMPLETE)
+        with self._fatal():
+            # Both records now become those of a file written in one go, the newest last, so that
+            # an interrupted run ends with the same bytes as one that was not.
+            newest_slot = self._sequence % 2
+            for slot in (1 - newest_slot, newest_slot):
+                record = _Record(slot + 1, self.n_rows, 0, _COMPLETE, self._run)
+                self._put_record(record, slot)
+            self._disk.rename(partial_path(self.path), self.path)
+        self.close()
+        return self.path
+
+    def close(self) -> None:
+        """Let go of the file and its lock. Rows after the last commit are not kept."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self._lock.release()
+
+    def _put(self, name: str, data: Array, row: int, row_bytes: int) -> None:
+        self._disk.write_all(self._fd, data, self._offsets[name] + row * row_bytes)
+
+    def _put_record(self, record: _Record, slot: int) -> None:
+        self._disk.write_all(self._fd, record.pack(), self._offsets["commit"] + slot * PAGE_BYTES)
+        self._disk.sync(self._fd)
+
+    def _commit(self, state: int) -> None:
+        if self._written == self.rows_done and state == _RUNNING:
+            return
+        record = _Record(self._sequence + 1, self._written, self.rows_done, state, self._run)
+        with self._fatal():
+            if self._reasons:
+                _append_reasons(self.path, self._reasons, self._disk)
+            self._disk.sync(self._fd)  # the rows come first: a record must never run ahead of them
+            self._put_record(record, record.sequence % 2)
+        self._reasons = []
+        self._sequence = record.sequence
+        self.rows_done = self._written
+        self._uncommitted_bytes = 0
+        self._committed_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """After a failed write or sync the state of the page cache is unknown: never go on."""
+        if self._fd < 0:
+            raise StoreError(f"the writer of {self.path} is closed; open it again to go on")
+        try:
+            yield
+        except OSError as error:
+            rows_done = self.rows_done
+            self.close()
+            raise StoreError(
+                f"writing {self.path} failed: {error.strerror or error}; {rows_done:,} of "
+                f"{self.n_rows:,} rows are safe; make room and run the same command again"
+            ) from error
+
+
+def partial_path(path: Path) -> Path:
+    """The name of ``path`` while it is being written."""
+    return path.with_name(path.name + ".partial")
+
+
+def errors_path(path: Path) -> Path:
+    """Where the reasons of failed rows of ``path`` are listed, one JSON object a line."""
+    return path.with_name("errors.jsonl")
+
+
+def _append_reasons(path: Path, reasons: Sequence[Mapping[str, Any]], disk: DiskIO) -> None:
+    text = "".join(json.dumps(reason, ensure_ascii=False) + "\n" for reason in reasons)
+    data = text.encode("utf-8", "backslashreplace")
+    fd = os.open(errors_path(path), os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        disk.write_all(fd, data, os.fstat(fd).st_size)
+        disk.sync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_reasons(path: Path) -> list[dict[str, Any]]:
+    """The failed rows of an embeddings file: dicts of ``row``, ``id`` and ``reason``."""
+    listing = errors_path(path)
+    if not listing.exists():
+        return []
+    reasons = {}
+    for line in listing.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # a line torn by a crash is written again
+            reason = json.loads(line)
+            reasons[reason["row"]] = reason
+    return [reasons[row] for row in sorted(reasons)]
+
+
+def create(
+    path: Path,
+    *,
+    ids: Sequence[str],
+    fields: Sequence[Field],
+    attrs: Mapping[str, Any],
+    labels: Array | None = None,
+    label_names: Sequence[str] = (),
+    metadata: Mapping[str, Array | Sequence[str]] | None = None,
+    disk: DiskIO = _DISK,
+) -> Writer:
+    """Lay out a new embeddings file and return the writer that fills it.
+
+    Args:
+        path: Final name; ``<path>.partial`` appears at once, at its full size.
+        ids: n unique texts, at most 1,024 bytes each.
+        fields: The datasets to stream, at least one.
+        attrs: Root attributes; ``id`` must be there and says what decides the rows.
+        labels: Shape ``(n,)``, indices into ``label_names``, -1 for none.
+        label_names: Names of the labels.
+        metadata: Columns of n numbers or n texts.
+        disk: The calls to the operating system.
+
+    Returns:
+        A writer at row 0, holding the lock of ``path``.
+
+    Raises:
+        StoreError: No disk space (nothing is left behind), another writer, an unusable id.
+    """
+    n_rows = len(ids)
+    columns: dict[str, Array] = {"ids": encode_texts(ids, what="the id")}
+    if labels is not None:
+        columns["labels"] = np.asarray(labels, dtype=np.int32)
+        columns["label_names"] = encode_texts(label_names, what="the label")
+    for name, column in (metadata or {}).items():
+        array = np.asarray(column)
+        if array.dtype.kind in "UO":
+            array = encode_texts([str(v) for v in column], what=f"{name}:", most_bytes=65_536)
+        elif array.dtype.kind == "b":
+            array = array.astype(np.uint8)
+        columns[f"metadata/{_safe_name(name)}"] = array
+    streamed = {f.name: ((n_rows, *f.shape), f.dtype) for f in fields}
+    streamed["row_crc32"] = ((n_rows,), np.dtype("<u4"))
+    streamed["status"] = ((n_rows,), np.dtype("u1"))
+    streamed["commit"] = ((2, PAGE_BYTES), np.dtype("u1"))
+    root = {
+        "format": EMBEDDINGS_FORMAT,
+        "version": FORMAT_VERSION,
+        **attrs,
+        "n_rows": n_rows,
+        "row_fields": json.dumps([f.name for f in fields]),
+    }
+    need = 2**17 + sum(
+        int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 2 * PAGE_BYTES
+        for shape, dtype in [*streamed.values(), *((c.shape, c.dtype) for c in columns.values())]
+    )
+
+    lock = _Lock(path)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        lock.acquire()
+        if path.exists():
+            raise StoreError(f"{path} exists already; pass overwrite=true to replace it")
+        run = _run_bytes(str(attrs["id"]))
+        first = _Record(1, 0, 0, _RUNNING, run)
+        _allocate(tmp, need, disk)  # a full disk shows here: HDF5 itself would crash on it
+        layout = {name: (column.shape, column.dtype) for name, column in columns.items()}
+        _lay_out(tmp, {**layout, **streamed}, root=root, attrs={f.name: f.attrs for f in fields})
+        _allocate(tmp, tmp.stat().st_size, disk)
+        with _Skeleton(tmp) as skeleton:
+            offsets = skeleton.offsets({**layout, **streamed})
+        fd = os.open(tmp, os.O_RDWR)
+        try:
+            for name, column in columns.items():
+                disk.write_all(fd, column, offsets[name])
+            slot = first.sequence % 2
+            disk.write_all(fd, first.pack(), offsets["commit"] + slot * PAGE_BYTES)
+            disk.sync(fd)
+        finally:
+            os.close(fd)
+        errors_path(path).unlink(missing_ok=True)
+        disk.rename(tmp, partial_path(path))
+        return Writer(
+            path,
+            fields=fields,
+            offsets=offsets,
+            n_rows=n_rows,
+            run=run,
+            newest=first,
+            n_failed=0,
+            lock=lock,
+            disk=disk,
+        )
+    except BaseException as error:
+        tmp.unlink(missing_ok=True)
+        lock.release()
+        if isinstance(error, OSError):
+            raise _disk_error(error, path, need) from error
+        raise
+
+
+def _allocate(path: Path, n_bytes: int, disk: DiskIO) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        disk.allocate(fd, n_bytes)
+    finally:
+        os.close(fd)
+
+
+def _lay_out(
+    path: Path,
+    layout: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+    *,
+    root: Mapping[str, Any],
+    attrs: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Let HDF5 make the skeleton: every dataset allocated, every attribute written, closed."""
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_layout(h5py.h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)  # equal runs give equal bytes
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    with h5py.File(
+        path, "w", libver="earliest", alignment_threshold=1, alignment_interval=PAGE_BYTES
+    ) as file:
+        for key, value in root.items():
+            file.attrs[key] = value
+        for name, (shape, dtype) in layout.items():
+            dataset_id = h5py.h5d.create(
+                file.id,
+                name.encode(),
+                h5py.h5t.py_create(np.dtype(_h5_type(dtype)), logical=True),
+                h5py.h5s.create_simple(shape),
+                dcpl=creation,
+                lcpl=links,
+            )
+            dataset = h5py.Dataset(dataset_id)
+            for key, value in attrs.get(name, {}).items():
+                dataset.attrs[key] = value
+
+
+def resume(
+    path: Path, *, expected: Mapping[str, Any] | None = None, disk: DiskIO = _DISK
+) -> Writer | None:
+    """Go on with an interrupted file, or return None where there is none.
+
+    Args:
+        path: Final name of the file.
+        expected: Root attributes that must be the same as in the file.
+        disk: The calls to the operating system.
+
+    Returns:
+        A writer at the first row that is not committed.
+
+    Raises:
+        StoreError: Another process writes it, it was begun with other settings (both values are
+            in the message), or its last commit does not check.
+    """
+    partial = partial_path(path)
+    if not partial.exists():
+        return None
+    lock = _Lock(path)
+    lock.acquire()
+    try:
+        if not partial.exists():  # its owner finished while we waited for the lock
+            lock.release()
+            return None
+        with _Skeleton(partial) as skeleton:
+            attrs = skeleton.check_embeddings()
+            for key, value in (expected or {}).items():
+                if attrs.get(key) != value:
+                    raise StoreError(
+                        f"{partial} was begun with {key} {attrs.get(key)!r}, and this run has "
+                        f"{value!r}; use the same, or start anew with overwrite=true"
+                    )
+            fields = skeleton.fields()
+            n_rows = int(attrs["n_rows"])
+            run = _run_bytes(str(attrs["id"]))
+            offsets = skeleton.offsets([*(f.name for f in fields), *_BOOKKEEPING])
+            newest = _newest_record(skeleton.map("commit"), n_rows=n_rows, run=run)
+            if newest is None:
+                raise StoreError(
+                    f"{partial} holds no valid commit record; start anew with overwrite=true"
+                )
+            last = slice(newest.rows_before, newest.rows_done)
+            if bad := skeleton.bad_rows(fields, last):
+                raise StoreError(
+                    f"{partial}: row {bad[0]} of the last commit does not match its checksum; "
+                    "start anew with overwrite=true"
+                )
+            status = np.array(skeleton.map("status")[: newest.rows_done])
+        kept = [r for r in read_reasons(path) if r["row"] < newest.rows_done]
+        if errors_path(path).exists():
+            errors_path(path).unlink()
+            if kept:
+                _append_reasons(path, kept, disk)
+        return Writer(
+            path,
+            fields=fields,
+            offsets=offsets,
+            n_rows=n_rows,
+            run=run,
+            newest=newest,
+            n_failed=int((status == Status.FAILED).sum()),
+            lock=lock,
+            disk=disk,
+        )
+    except BaseException:
+        lock.release()
+        raise
+
+
+# --------------------------------------------------------------------------- reading
+
+_BOOKKEEPING = ("row_crc32", "status", "commit")
+_KINDS = "fiuS"
+
+
+class _Skeleton:
+    """The layout of a file that may come from anywhere: read only, and trusted in nothing.
+
+    Only hard links to contiguous, unfiltered datasets that lie whole within the file are
+    followed, so that no other file is read and nothing larger than the file is mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                magic = file.read(8)
+            self.size_bytes = path.stat().st_size
+        except IsADirectoryError:
+            raise StoreError(f"{path} is a folder; name the file in it") from None
+        except FileNotFoundError:
+            raise StoreError(f"{path} is not there; check the path") from None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}; check its rights") from None
+        if magic != b"\x89HDF\r\n\x1a\n":
+            raise StoreError(f"{path} is not an HDF5 file; name a file that embedx wrote")
+        try:
+            self._file = h5py.File(path, "r")
+        except OSError as error:
+            raise StoreError(
+                f"{path} does not open as HDF5, it may be truncated ({_first_line(error)}); "
+                "make it anew"
+            ) from None
+
+    def __enter__(self) -> "_Skeleton":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def check_embeddings(self) -> dict[str, Any]:
+        attrs = self.attrs(EMBEDDINGS_FORMAT)
+        n_rows = int(attrs["n_rows"])
+        for name in ("ids", *_BOOKKEEPING, *json.loads(attrs["row_fields"])):
+            shape = self._dataset(name).shape
+            expected = 2 if name == "commit" else n_rows
+            if not shape or shape[0] != expected:
+                raise self._foreign(f"{name} has shape {shape}, not {expected} rows")
+        return attrs
+
+    def attrs(self, expected_format: str) -> dict[str, Any]:
+        try:
+            attrs = {key: _plain(value) for key, value in self._file.attrs.items()}
+        except (OSError, RuntimeError, TypeError) as error:
+            raise self._foreign(f"its attributes cannot be read: {_first_line(error)}") from None
+        got = attrs.get("format")
+        if got != expected_format:
+            raise StoreError(
+                f"{self.path} is not an {expected_format} file (its format says {got!r}); "
+                "name a file that embedx wrote"
+            )
+        if attrs.get("version") != FORMAT_VERSION:
+            raise StoreError(
+                f"{self.path} has format version {attrs.get('version')}, and this embedx reads "
+                f"version {FORMAT_VERSION}; read it with the embedx that wrote it"
+            )
+        needed = {"id", "n_rows", "row_fields"} if expected_format == EMBEDDINGS_FORMAT else {"id"}
+        if missing := needed - attrs.keys():
+            raise self._foreign(f"the attribute {min(missing)!r} is missing")
+        return attrs
+
+    def names(self, group: str = "") -> list[str]:
+        """Paths of the datasets directly below a group, sorted."""
+        if group and self._link(group) is None:
+            return []
+        parent = self._file[group] if group else self._file
+        if not isinstance(parent, h5py.Group):
+            raise self._foreign(f"{group} is not a group")
+        prefix = f"{group}/" if group else ""
+        return [prefix + name for name in sorted(parent)]
+
+    def has(self, name: str) -> bool:
+        return self._link(name) is not None
+
+    def offsets(self, names: Sequence[str] | Mapping[str, Any]) -> dict[str, int]:
+        return {name: int(self._dataset(name).id.get_offset()) for name in names}
+
+    def dataset_attrs(self, name: str) -> dict[str, Any]:
+        return {key: _plain(value) for key, value in self._dataset(name).attrs.items()}
+
+    def fields(self) -> list[Field]:
+        names: list[str] = json.loads(str(self._file.attrs["row_fields"]))
+        return [
+            Field(name, self._dataset(name).shape[1:], self._dataset(name).dtype) for name in names
+        ]
+
+    def map(self, name: str) -> Array:
+        """A dataset as a read-only memory map; the map outlives the open file."""
+        dataset = self._dataset(name)
+        if dataset.size == 0:
+            return np.empty(dataset.shape, dataset.dtype)
+        return np.memmap(
+            self.path,
+            mode="r",
+            dtype=dataset.dtype,
+            shape=dataset.shape,
+            offset=dataset.id.get_offset(),
+        )
+
+    def bad_rows(self, fields: Sequence[Field], rows: slice) -> list[int]:
+        """The rows whose bytes do not match their checksum."""
+        status, stored = self.map("status"), self.map("row_crc32")
+        maps = [self.map(field.name) for field in fields]
+        bad: list[int] = []
+        for start in range(rows.start, rows.stop, 4096):
+            block = slice(start, min(start + 4096, rows.stop))
+            computed = _row_checksums(status[block], [m[block] for m in maps])
+            bad += (start + np.flatnonzero(computed != stored[block])).tolist()
+        return bad
+
+    def _link(self, name: str) -> h5py.Group | h5py.Dataset | None:
+        node: Any = self._file
+        for part in name.split("/"):
+            if not isinstance(node, h5py.Group):
+                return None
+            link = node.get(part, getlink=True)
+            if link is None:
+                return None
+            if not isinstance(link, h5py.HardLink):
+                raise self._foreign(f"{name} is a link to somewhere else")
+            node = node[part]
+        return node
+
+    def _dataset(self, name: str) -> h5py.Dataset:
+        dataset = self._link(name)
+        if not isinstance(dataset, h5py.Dataset):
+            raise self._foreign(f"the dataset {name} is missing")
+        creation = dataset.id.get_create_plist()
+        if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_nfilters():
+            raise self._foreign(f"{name} is not stored contiguous and unfiltered")
+        if creation.get_external_count():
+            raise self._foreign(f"{name} keeps its data in another file")
+        if dataset.dtype.kind not in _KINDS or dataset.dtype.hasobject:
+            raise self._foreign(f"{name} has the type {dataset.dtype}")
+        if dataset.size:
+            offset = dataset.id.get_offset()
+            n_bytes = int(dataset.size) * dataset.dtype.itemsize
+            if offset is None or offset + n_bytes > self.size_bytes:
+                raise self._foreign(f"{name} reaches past the end of the file")
+        return dataset
+
+    def _foreign(self, why: str) -> StoreError:
+        return StoreError(f"{self.path} is damaged or not written by embedx: {why}; make it anew")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+class Embeddings:
+    """An embeddings file, opened for reading; arrays are memory-mapped.
+
+    Attributes:
+        path: The file.
+        attrs: Its root attributes: ``id``, ``model``, ``weights_sha256``, ``config``, ...
+        complete: Whether every row was written; False for a ``.partial`` file.
+        n_rows: Committed rows n; equals the number of samples once complete.
+        ids: n unique texts, row by row.
+        status: Shape ``(n,)`` uint8 of :class:`Status`.
+        labels: Shape ``(n,)`` int32, -1 for none, or None where the data has no labels.
+        label_names: Names that ``labels`` counts through.
+        metadata: Further columns, each of n numbers or texts.
+        embeddings: For each capture point an array ``(n, d)``.
+        outputs: What else was saved row by row, such as ``logits`` ``(n, classes)``.
+        thumbnails: ``(n, h, w, 3)`` uint8, or None.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _Skeleton(path) as skeleton:
+            self.attrs = skeleton.check_embeddings()
+            self._fields = skeleton.fields()
+            size = int(self.attrs["n_rows"])
+            newest = _newest_record(
+                skeleton.map("commit"), n_rows=size, run=_run_bytes(str(self.attrs["id"]))
+            )
+            if newest is None:
+                raise StoreError(f"{path} holds no valid commit record; make it anew")
+            self.complete = newest.state == _COMPLETE
+            self.n_rows = newest.rows_done
+            done = slice(0, self.n_rows)
+            self.ids = _decode(skeleton.map("ids")[done])
+            self.status = np.array(skeleton.map("status")[done])
+            self.labels: Array | None = None
+            self.label_names: list[str] = []
+            if skeleton.has("labels"):
+                self.labels = np.array(skeleton.map("labels")[done])
+                self.label_names = _decode(skeleton.map("label_names"))
+                if len(self.labels) and not (
+                    self.labels.min() >= -1 and self.labels.max() < len(self.label_names)
+                ):
+                    raise StoreError(f"{path} is damaged: a label has no name; make it anew")
+            self.metadata: dict[str, Array | list[str]] = {}
+            for name in skeleton.names("metadata"):
+                column = np.array(skeleton.map(name)[done])
+                plain = _plain_name(name.removeprefix("metadata/"))
+                self.metadata[plain] = _decode(column) if column.dtype.kind == "S" else column
+            order = [f.name for f in self._fields]
+            self.embeddings = {
+                _plain_name(n.removeprefix("embeddings/")): skeleton.map(n)[done]
+                for n in order
+                if n.startswith("embeddings/")
+            }
+            self.outputs = {
+                n.removeprefix("outputs/"): skeleton.map(n)[done]
+                for n in order
+                if n.startswith("outputs/")
+            }
+            self.point_attrs = {
+                _plain_name(n.removeprefix("embeddings/")): skeleton.dataset_attrs(n)
+                for n in order
+                if n.startswith("embeddings/")
+            }
+            self.thumbnails = skeleton.map("thumbnails")[done] if "thumbnails" in order else None
+        if not self.embeddings:
+            raise StoreError(f"{path} holds no embeddings; make it anew")
+
+    @property
+    def ok(self) -> npt.NDArray[np.bool_]:
+        """Shape ``(n,)``: the rows that hold a result."""
+        mask: npt.NDArray[np.bool_] = self.status == Status.OK
+        return mask
+
+    def rows(self, point: str | None = None) -> tuple[str, Array]:
+        """The embeddings ``(n, d)`` of one point, by default the first, with the point's name.
+
+        Raises:
+            StoreError: The file has no such point.
+        """
+        name = point if point is not None else next(iter(self.embeddings))
+        if name not in self.embeddings:
+            raise StoreError(
+                f"{self.path} has no layer {name!r}; it holds {', '.join(self.embeddings)}"
+            )
+        return name, self.embeddings[name]
+
+    def label_texts(self) -> list[str] | None:
+        """The label of each row as text, ``""`` for none, or None where there are no labels."""
+        if self.labels is None:
+            return None
+        return [self.label_names[label] if label >= 0 else "" for label in self.labels]
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A frame with one row a sample, indexed by id: label, status, metadata, embeddings.
+
+        Raises:
+            DependencyError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            from embedx.errors import missing_extra
+
+            raise missing_extra("pandas", extra="data", needed_for="to_pandas()") from None
+        columns: dict[str, Any] = {}
+        if (labels := self.label_texts()) is not None:
+            columns["label"] = labels
+        columns["status"] = [Status(s).name.lower() for s in self.status]
+        columns.update(self.metadata)
+        for point, rows in self.embeddings.items():
+            columns.update({f"{point}[{i}]": rows[:, i] for i in range(rows.shape[1])})
+        return pandas.DataFrame(columns, index=pandas.Index(self.ids, name="id"))
+
+    def verify(self) -> list[int]:
+        """Check the checksum of every committed row; returns the rows that do not match."""
+        with _Skeleton(self.path) as skeleton:
+            return skeleton.bad_rows(self._fields, slice(0, self.n_rows))
+
+
+def find_embeddings(where: str | os.PathLike[str]) -> Path:
+    """The embeddings file that a path names: the file itself, or the one in a folder.
+
+    Raises:
+        StoreError: There is none; the message says whether one is unfinished.
+    """
+    path = Path(where)
+    if path.is_dir():
+        path = path / EMBEDDINGS_NAME
+    if not path.exists():
+        if partial_path(path).exists():
+            raise StoreError(
+                f"{path} is not finished; go on with the same extract command, or read "
+                f"{partial_path(path)}"
+            )
+        raise StoreError(f"there is no {path}; make it with: python -m embedx extract")
+    return path
+
+
+def open(path: str | os.PathLike[str]) -> Embeddings:
+    """Open an embeddings file, or the folder that holds one, for reading.
+
+    Args:
+        path: ``embeddings.h5``, its folder, or a ``.partial`` file (its committed rows).
+
+    Returns:
+        The embeddings, memory-mapped.
+
+    Raises:
+        StoreError: It is not there, unfinished, damaged, or not a file of embedx.
+    """
+    return Embeddings(find_embeddings(path))
+
+
+# --------------------------------------------------------------------------- projections
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """A projection file.
+
+    Attributes:
+        path: The file.
+        coords: Shape ``(n, m)`` float32, row-aligned with the parent; NaN for failed rows.
+        ids: n texts, those of the parent.
+        attrs: ``method``, ``layer``, ``parent``, ``seed``, every parameter, every score.
+        state: Arrays of the fitted projection, by name.
+    """
+
+    path: Path
+    coords: Array
+    ids: list[str]
+    attrs: dict[str, Any]
+    state: dict[str, Array]
+
+    @property
+    def name(self) -> str:
+        """Its slug, such as ``umap-1a2b3c``."""
+        return self.path.stem
+
+
+def write_projection(
+    path: Path,
+    *,
+    coords: Array,
+    ids: Sequence[str],
+    attrs: Mapping[str, Any],
+    state: Mapping[str, Array] | None = None,
+) -> Path:
+    """Write a projection file, whole or not at all.
+
+    Args:
+        path: Where to.
+        coords: Shape ``(n, m)``.
+        ids: n texts.
+        attrs: Root attributes; ``id`` must be there.
+        state: Arrays to keep for placing new rows.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    image = io.BytesIO()
+    with h5py.File(image, "w", libver="earliest") as file:
+        file.attrs["format"] = PROJECTION_FORMAT
+        file.attrs["version"] = FORMAT_VERSION
+        for key, value in attrs.items():
+            file.attrs[key] = value
+        arrays = {
+            "coords": np.asarray(coords, dtype=np.float32),
+            "ids": encode_texts(ids, what="the id"),
+            **{f"state/{name}": np.asarray(array) for name, array in (state or {}).items()},
+        }
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array.astype(_h5_type(array.dtype)), track_times=False)
+    return replace_file(path, image.getvalue())
+
+
+def open_projection(path: str | os.PathLike[str]) -> Projection:
+    """Open a projection file.
+
+    Raises:
+        StoreError: It is not there, damaged, or not a projection of embedx.
+    """
+    path = Path(path)
+    with _Skeleton(path) as skeleton:
+        attrs = skeleton.attrs(PROJECTION_FORMAT)
+        coords = np.array(skeleton.map("coords"))
+        ids = _decode(skeleton.map("ids"))
+        if coords.ndim != 2 or len(coords) != len(ids):
+            raise StoreError(f"{path} is damaged: {len(ids)} ids for coords of {coords.shape}")
+        state = {
+            name.removeprefix("state/"): np.array(skeleton.map(name))
+            for name in skeleton.names("state")
+        }
+    return Projection(path=path, coords=coords, ids=ids, attrs=attrs, state=state)
+
+
+def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) -> list[Projection]:
+    """The projections of an embeddings file: those chosen, or all below its folder.
+
+    Args:
+        embeddings: The opened file.
+        chosen: Paths, or names such as ``umap-1a2b3c`` or ``umap``; None for all.
+
+    Returns:
+        Sorted by name, each once.
+
+    Raises:
+        StoreError: A chosen one is not there, or one belongs to other embeddings.
+    """
+    folder = embeddings.path.parent / "projections"
+    found = {path.stem: path for path in sorted(folder.glob("*.h5"))}
+    paths = list(found.values()) if chosen is None else []
+    for name in chosen or ():
+        matches = [p for stem, p in found.items() if name in (stem, stem.rsplit("-", 1)[0])]
+        if not matches and Path(name).exists():
+            matches = [Path(name)]
+        if not matches:
+            raise StoreError(
+                f"there is no projection {name!r} of {embeddings.path}; there are: "
+                + (", ".join(found) or "none yet, make one with: python -m embedx project")
+            )
+        paths += matches
+    opened = [open_projection(path) for path in dict.fromkeys(paths)]
+    for projection in opened:
+        if projection.attrs.get("parent") != embeddings.attrs["id"]:
+            raise StoreError(
+                f"{projection.path} belongs to other embeddings than {embeddings.path}; project "
+                "them anew with overwrite=true"
+            )
+    return opened
+
+
+def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
+    """What a file of embedx holds, as plain values in the order to show them.
+
+    Args:
+        path: An embeddings or projection file, a ``.partial`` file, or a run's folder.
+        verify: Check every row against its checksum.
+
+    Raises:
+        StoreError: It is not a file of embedx, or with ``verify`` rows do not match.
+    """
+    path = Path(path)
+    if path.is_dir() or not path.exists():
+        path = find_embeddings(path)
+    with _Skeleton(path) as skeleton:
+        kind = _plain(skeleton._file.attrs.get("format"))
+    if kind == PROJECTION_FORMAT:
+        projection = open_projection(path)
+        return {"file": str(path), **projection.attrs, "coords": list(projection.coords.shape)}
+    opened = Embeddings(path)
+    failed = int((opened.status == Status.FAILED).sum())
+    about: dict[str, Any] = {
+        "file": str(path),
+        "complete": opened.complete,
+        "rows": opened.n_rows,
+        "rows_expected": int(opened.attrs["n_rows"]),
+        "failed_rows": failed,
+        "size_mb": round(path.stat().st_size / 1e6, 1),
+    }
+    for point, rows in opened.embeddings.items():
+        about[f"embeddings/{point}"] = f"{list(rows.shape)} {rows.dtype}"
+    for name, output in opened.outputs.items():
+        about[f"outputs/{name}"] = f"{list(output.shape)} {output.dtype}"
+    if opened.thumbnails is not None:
+        about["thumbnails"] = f"{list(opened.thumbnails.shape)} {opened.thumbnails.dtype}"
+    if opened.labels is not None:
+        about["labels"] = f"{len(opened.label_names)} classes"
+    about.update({f"metadata/{name}": len(col) for name, col in opened.metadata.items()})
+    hidden = {"n_rows", "row_fields"}
+    about.update({key: value for key, value in opened.attrs.items() if key not in hidden})
+    about["projections"] = [p.name for p in projections_of(opened)]
+    if verify:
+        if bad := opened.verify():
+            raise StoreError(
+                f"{path}: {len(bad)} of {opened.n_rows} rows do not match their checksum, "
+                f"first row {bad[0]} ({opened.ids[bad[0]]}); make the file anew"
+            )
+        about["verified"] = f"all {opened.n_rows} checksums match"
+    return about
