@@ -293,6 +293,14 @@ _NAME_KEY = (
 # --------------------------------------------------------------------------- Hydra
 
 
+class _StopAll(BaseException):
+    """Ctrl-C ends a whole sweep: Hydra takes an ordinary exception for one job's failure."""
+
+    def __init__(self, reason: Interrupted) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 def _dispatch(stage: str, words: Sequence[str]) -> int:
     overrides, flags = _split(words)
     shows_only = any(flag.split("=")[0] in _LOADS_NO_JOB for flag in flags)
@@ -312,9 +320,11 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
             log.info("%s", label)
         try:
             _call_stage(stage, config)
+        except Interrupted as error:
+            raise _StopAll(error) from None
         except EmbedxError as error:
             # Raised, it would stand in Hydra's frame; a launcher of processes knows no other way.
-            if os.getpid() != parent or isinstance(error, Interrupted):
+            if os.getpid() != parent:
                 raise
             failed.append((label, error))
             if label:
@@ -332,6 +342,8 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
         if full_error:
             raise
         raise _one_line(error, stage, prepared) from None
+    except _StopAll as stop:
+        raise stop.reason from None
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error:
@@ -412,7 +424,7 @@ def _known_keys(stage: str, overrides: Sequence[str]) -> list[str]:
         config = hydra.compose(stage, chosen)
 
     def flat(node: DictConfig, prefix: str) -> Iterator[str]:
-        for key in node:
+        for key in map(str, node):
             yield f"{prefix}{key}"
             if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node[key]):
                 yield from flat(node[key], f"{prefix}{key}.")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import stat
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from embedx.errors import ConfigError, DataError
 
@@ -21,9 +22,10 @@ Array = npt.NDArray[Any]
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
-FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # JPEG takes in MPO
 PIXELS_MOST = 100_000_000
 ALPHA_ON = (255, 255, 255)
+KINDS_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,29 +74,41 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
         path: A BMP, GIF, JPEG, PNG, PNM, TIFF or WebP file of at most 100 megapixels.
 
     Raises:
-        DataError: Too large, or pixels whose range is not stated (32-bit, float).
-        OSError: Missing, truncated, or of another format.
+        DataError: Of another format, too large, or pixels whose range is not stated (32-bit,
+            float).
+        OSError: Missing or truncated.
     """
-    with warnings.catch_warnings(), Image.open(path, formats=FORMATS) as opened:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # our own cap stands before Pillow's warning
-        width, height = opened.size
-        if width * height > PIXELS_MOST:
-            raise DataError(
-                f"{width}x{height} px is more than {PIXELS_MOST / 1e6:.0f} megapixels; shrink it"
-            )
-        opened.load()
-        image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
-        elif image.mode in ("I", "F"):
-            raise DataError(
-                f"mode {image.mode!r} does not state its range; convert it to 8 or 16 bits"
-            )
-        if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            ground = Image.new("RGBA", image.size, (*ALPHA_ON, 255))
-            image = Image.alpha_composite(ground, image)
-        return image.convert("RGB")
+        try:
+            opened = Image.open(path, formats=FORMATS)
+        except Image.DecompressionBombError as error:
+            raise DataError(f"{str(error).split(',')[0]}; shrink it") from None
+        except UnidentifiedImageError:
+            raise DataError(f"not a picture of the formats {', '.join(FORMATS)}") from None
+        with opened:
+            width, height = opened.size
+            if width * height > PIXELS_MOST:
+                raise DataError(
+                    f"{width}x{height} px is more than {PIXELS_MOST / 1e6:.0f} megapixels; "
+                    "shrink it"
+                )
+            opened.load()
+            return _upright_rgb(opened)
+
+
+def _upright_rgb(opened: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(opened)
+    # Pillow widens 16-bit PNM to 32 bits, and its range is still that of 16.
+    if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
+        image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise DataError(f"mode {image.mode!r} does not state its range; convert it to 8 or 16 bits")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, (*ALPHA_ON, 255))
+        image = Image.alpha_composite(ground, image)
+    return image.convert("RGB")
 
 
 def thumbnail(image: Image.Image, side_px: int) -> Array:
@@ -166,7 +180,7 @@ def folder(
         what = "is not a folder" if top.exists() else "is not there"
         raise DataError(f"data.root {root} {what}; name a folder of pictures")
     found, passed_over = _scan(top)
-    where = ", ".join(f"{count:,} {why}" for why, count in sorted(passed_over.items()))
+    where = _counted(passed_over)
     if not found:
         raise DataError(
             f"data.root {root} holds no picture ({where or 'it is empty'}); embedx reads "
@@ -208,6 +222,16 @@ class _FileReader:
         return decode_image(os.path.join(self.root, *self.ids[i].split("/")))
 
 
+def _counted(passed_over: Counter[str]) -> str:
+    """What was passed over, in one line; of many kinds, the most frequent."""
+    kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1], kind[0]))
+    shown = sorted((why if why.isprintable() else ascii(why), n) for why, n in kinds[:KINDS_SHOWN])
+    rest = sum(n for _, n in kinds[KINDS_SHOWN:])
+    return ", ".join(
+        [*(f"{n:,} {why}" for why, n in shown), *([f"{rest:,} of other kinds"] if rest else [])]
+    )
+
+
 def _scan(top: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
     """``(id, bytes, mtime_ns)`` of each picture, sorted by id; and what was passed over."""
     found: list[tuple[str, int, int]] = []
@@ -234,15 +258,17 @@ def _scan(top: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
             if name.startswith("."):
                 passed_over["hidden files"] += 1
             elif suffix not in SUFFIXES:
-                passed_over[f"{suffix[:12] or 'files without suffix'}"] += 1
+                passed_over[suffix if len(suffix) > 1 else "files without suffix"] += 1
             else:
-                stat = None
+                size_bytes = mtime_ns = -1
                 with contextlib.suppress(OSError):  # a dangling link: its own row fails
-                    stat = os.stat(path)
+                    about = os.stat(path)
+                    if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait for ever
+                        passed_over["pipes and devices"] += 1
+                        continue
+                    size_bytes, mtime_ns = about.st_size, about.st_mtime_ns
                 relative = os.path.relpath(path, top).replace(os.sep, "/")
-                found.append(
-                    (relative, stat.st_size, stat.st_mtime_ns) if stat else (relative, -1, -1)
-                )
+                found.append((relative, size_bytes, mtime_ns))
     return sorted(found), passed_over
 
 
@@ -258,53 +284,59 @@ def in_memory(
         ids: n unique texts; row numbers where they are not given.
 
     Raises:
-        DataError: Empty, or without a length, or lengths that differ.
+        DataError: Empty, or without a length, lengths that differ, labels that do not sort, or an
+            id given twice.
     """
     if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise DataError(
             f"data is a {type(items).__name__}; give a folder, an array, a tensor or a Dataset "
             "with __len__ and __getitem__"
         )
+    if getattr(items, "shape", None) == ():
+        raise DataError("data is a single number; give at least one sample")
     n = len(items)
     if n == 0:
         raise DataError("data is empty; give at least one sample")
+    classes = None
+    targets = getattr(items, "targets", None)
+    if labels is None and targets is not None and len(targets) == n:
+        labels, classes = targets, getattr(items, "classes", None)
     for what, given in (("labels", labels), ("ids", ids)):
         if given is not None and len(given) != n:
             raise DataError(f"data has {n} samples and {len(given)} {what}; give one each")
+    if ids is not None and len(set(ids)) != n:
+        twice, count = Counter(ids).most_common(1)[0]
+        raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
     kind = type(items).__name__.lower()
-    # torch is not imported to ask: whatever has a .numpy() is a tensor.
-    is_array = isinstance(items, np.ndarray) or hasattr(items, "numpy")
-    if is_array:
-        values = items if isinstance(items, np.ndarray) else items.detach().cpu().numpy()
-        digest = hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
-    else:
-        digest = _sampled_digest(items)
-        targets = getattr(items, "targets", None)
-        if labels is None and targets is not None and len(targets) == n:
-            labels = targets
     names: list[str] = []
     indices: Array | None = None
     if labels is not None:
-        values = np.asarray(labels)
-        unique, inverse = np.unique(values, return_inverse=True)
-        classes = getattr(items, "classes", None)
+        try:
+            unique, inverse = np.unique(np.asarray(labels), return_inverse=True)
+        except TypeError:
+            raise DataError("the labels are of kinds that do not sort; give texts") from None
+        if inverse.shape != (n,):
+            raise DataError(f"labels have shape {inverse.shape}; give one number or text a sample")
         indices = inverse.astype(np.int32)
         names = [str(value) for value in unique.tolist()]
-        if classes is not None and values.dtype.kind in "iu":
-            names = [str(classes[value]) for value in unique.tolist()]
+        if classes is not None and set(unique.tolist()) <= set(range(len(classes))):
+            names = [str(classes[int(value)]) for value in unique.tolist()]
+    note = f"{kind}: {n:,} samples, {len(names) or 'no'} classes"
     return Source(
         name=kind,
         ids=list(ids) if ids is not None else [str(i) for i in range(n)],
         read=_ItemReader(items),
-        fingerprint=digest,
+        fingerprint=_digest(items),
         labels=indices,
         label_names=names,
-        notes=(f"{kind}: {n:,} samples",),
+        notes=(note,),
     )
 
 
-def _sampled_digest(items: Any) -> str:
-    """Tells a Dataset by its type, length and 16 of its items: reading all would cost a pass."""
+def _digest(items: Any) -> str:
+    """Tells an array by its bytes; a Dataset, where reading all would cost a pass, by 16 items."""
+    if (values := _as_array(items)) is not None:
+        return hashlib.sha256(_array_bytes(values)).hexdigest()
     n = len(items)
     digest = hashlib.sha256(f"{type(items).__module__}.{type(items).__qualname__} {n}".encode())
     read = _ItemReader(items)
@@ -312,10 +344,32 @@ def _sampled_digest(items: Any) -> str:
         try:
             item = read(i)
         except Exception as error:  # a row that cannot be read fails later, and by itself
-            item = repr(error)
-        value = item if isinstance(item, str) else np.asarray(item)
-        digest.update(value.encode() if isinstance(value, str) else value.tobytes())
+            item = str(error)
+        values = np.asarray(item) if isinstance(item, Image.Image) else _as_array(item)
+        if values is None:
+            item = item if isinstance(item, (str, bytes, int, float)) else type(item).__qualname__
+            digest.update(repr(item).encode("utf-8", "backslashreplace"))
+        else:
+            digest.update(_array_bytes(values))
     return digest.hexdigest()
+
+
+def _as_array(value: Any) -> Array | None:
+    """An array or tensor as an array, anything else as None."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
+    if not hasattr(value, "detach"):  # torch is not imported to ask: tensors have it
+        return None
+    tensor = value.detach().cpu()
+    try:
+        array: Array = tensor.numpy()
+    except TypeError:  # bfloat16, which NumPy does not have, fits into float32
+        array = tensor.float().numpy()
+    return array
+
+
+def _array_bytes(values: Array) -> bytes:
+    return f"{values.shape} {values.dtype}".encode() + np.ascontiguousarray(values).tobytes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,4 +378,5 @@ class _ItemReader:
 
     def __call__(self, i: int) -> Any:
         item = self.items[i]
-        return item[0] if isinstance(item, (tuple, list)) else item
+        item = item[0] if isinstance(item, (tuple, list)) else item
+        return _upright_rgb(item) if isinstance(item, Image.Image) else item

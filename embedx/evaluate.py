@@ -36,8 +36,9 @@ def evaluate(
     labels = opened.labels
     table: list[dict[str, Any]] = []
     for point, rows in opened.embeddings.items():
-        x = np.asarray(rows[opened.ok], dtype=np.float32)
-        score = _score(x, None if labels is None else labels[opened.ok])
+        x = np.asarray(rows, dtype=np.float32)
+        kept = opened.ok & np.isfinite(x).all(axis=1)
+        score = _score(x[kept], None if labels is None else labels[kept])
         table.append({"name": point, "kind": "embeddings", "layer": point, **score})
     for projection in maps:
         placed = np.isfinite(projection.coords).all(axis=1)

@@ -9,14 +9,14 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embedx import store
-from embedx.errors import ConfigError, DataError, missing_extra
+from embedx.errors import ConfigError, DataError, StoreError, missing_extra
 from embedx.store import Array, Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -67,8 +67,9 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
     """A log directory for TensorBoard's projector.
 
     Each capture point is a tensor, with thumbnails and without; each projection is a bookmark of
-    the first point, and a tensor of three columns. Rows that failed or could not be placed are
-    left out of every file alike, and above 100,000 rows a sample stratified by label is shown.
+    the point it was made from, and a tensor of three columns. Rows that failed or could not be
+    placed are left out of every file alike, and above 100,000 rows a sample stratified by label
+    is shown.
 
     Args:
         embeddings: Opened file.
@@ -82,6 +83,7 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
         DependencyError: TensorBoard is not installed.
         ConfigError: ``folder`` holds something that is not an export.
         DataError: Fewer than two rows can be shown.
+        StoreError: There is no space, or the folder cannot be written.
 
     References:
         The projector plugin of TensorBoard 2.21; ``docs/tensorboard.md`` states its rules.
@@ -91,18 +93,11 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
         from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
     except ImportError:
         raise missing_extra("tensorboard", extra="viz", needed_for="exporter=tensorboard") from None
-    if folder.exists() and any(folder.iterdir()) and not (folder / _CONFIG).exists():
-        raise ConfigError(f"{folder} holds files that are not an export; choose another out=FOLDER")
+    _check_ours(folder)
     shown = embeddings.ok.copy()
     for projection in projections:
         shown &= np.isfinite(projection.coords).all(axis=1)
     rows = np.flatnonzero(shown)
-    if len(rows) < 2:
-        raise DataError(
-            f"{embeddings.path} has {len(rows)} rows to show, and the projector needs at least 2"
-        )
-    if len(rows) < embeddings.n_rows:
-        log.info("%s rows failed and are left out", f"{embeddings.n_rows - len(rows):,}")
     if len(rows) > ROWS_MOST:
         log.info(
             "the projector shows at most %s rows: taking a sample of %s, stratified by label",
@@ -110,49 +105,63 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
             f"{len(rows):,}",
         )
         rows = _stratified(rows, embeddings.labels, ROWS_MOST)
-    files: dict[str, bytes] = {"metadata.tsv": _metadata(embeddings, rows)}
+    with np.errstate(over="ignore"):  # what is past the range of float32 is left out below
+        points = {
+            point: np.asarray(array[rows], dtype=np.float32)
+            for point, array in embeddings.embeddings.items()
+        }
+    finite = np.logical_and.reduce([np.isfinite(x).all(axis=1) for x in points.values()])
+    if not finite.all():
+        rows = rows[finite]
+        points = {point: x[finite] for point, x in points.items()}
+    n_failed = embeddings.n_rows - int(shown.sum()) + int((~finite).sum())
+    if len(rows) < 2:
+        raise DataError(
+            f"{embeddings.path} has {len(rows)} good rows of {embeddings.n_rows}, and the "
+            "projector shows no fewer than 2; extract more samples"
+        )
+    if n_failed:
+        log.info("%s rows failed and are left out", f"{n_failed:,}")
+
+    columns = _metadata(embeddings, rows)
+    files: dict[str, bytes] = {"metadata.tsv": _tab_separated(columns)}
     sprite_px = 0
     if embeddings.thumbnails is not None:
         files["sprite.png"], sprite_px = _sprite(embeddings.thumbnails[rows])
-    config = ProjectorConfig()
+    tensors: list[tuple[str, Array, bool, list[Projection]]] = []
+    for point, features in points.items():
+        # Of fewer than three columns the page lists a tensor and draws nothing.
+        x = np.pad(features, ((0, 0), (0, max(0, 3 - features.shape[1]))))
+        own = [p for p in projections if _layer(p, points) == point]
+        tensors.append((point, x, sprite_px > 0, own))
+        if sprite_px:  # "color by" tints the pictures: without them it shows
+            tensors.append((f"{point}.points", x, False, own))
+    for projection in projections:
+        tensors.append((projection.name, _principal_axes(projection.coords[rows]), False, []))
 
-    def add(name: str, array: Array, *, sprite: bool, bookmarks: str = "", file: str = "") -> None:
-        tensor = config.embeddings.add()
-        tensor.tensor_name = name
-        data = np.ascontiguousarray(array, dtype="<f4").tobytes()
-        if _is_utf8(data):  # the server would take it for text
-            tensor.tensor_path = f"{file or name}.tsv"
-            lines = ("\t".join(f"{v:.9g}" for v in row) for row in array.tolist())
-            files[tensor.tensor_path] = ("\n".join(lines) + "\n").encode()
-        else:
-            tensor.tensor_path = f"{file or name}.bin"
-            tensor.tensor_shape.extend(array.shape)
-            files[tensor.tensor_path] = data
-        tensor.metadata_path = "metadata.tsv"
-        if sprite and sprite_px:
+    config = ProjectorConfig()
+    paths: dict[int, str] = {}
+    for number, (text, x, pictures, own) in enumerate(tensors, start=1):
+        # The page sorts tensors by name and opens the first one: the number keeps our order.
+        name = f"{number:0{len(str(len(tensors)))}}-{_safe(text)}"
+        if id(x) not in paths:
+            path, data = _tensor_file(name, x)
+            paths[id(x)], files[path] = path, data
+        tensor = config.embeddings.add(
+            tensor_name=name, tensor_path=paths[id(x)], metadata_path="metadata.tsv"
+        )
+        if tensor.tensor_path.endswith(".bin"):
+            tensor.tensor_shape.extend(x.shape)
+        if pictures:
             tensor.sprite.image_path = "sprite.png"
             tensor.sprite.single_image_dim.extend([sprite_px, sprite_px])
-        if bookmarks:
-            tensor.bookmarks_path = bookmarks
-
-    names: set[str] = set()
-    for number, (point, array) in enumerate(embeddings.embeddings.items()):
-        x = np.asarray(array[rows], dtype=np.float32)
-        bookmarks = ""
-        if number == 0 and projections:
-            bookmarks = "bookmarks.json"
-            files[bookmarks] = _bookmarks(x, rows, projections)
-        if x.shape[1] == 1:
-            x = np.pad(x, ((0, 0), (0, 1)))  # the page lists no tensor of one column
-        name = _tensor_name(point, names)
-        add(name, x, sprite=True, bookmarks=bookmarks)
-        if sprite_px:  # "color by" tints the pictures: without them it shows
-            plain = _tensor_name(f"{point}.points", names)
-            add(plain, x, sprite=False, bookmarks=bookmarks, file=name)
-    for projection in projections:
-        flat = _principal_axes(projection.coords[rows])
-        add(_tensor_name(projection.name, names), flat, sprite=False)
-    files[_CONFIG] = text_format.MessageToString(config).encode()
+        if own:
+            tensor.bookmarks_path = f"{name}.bookmarks.json"
+            color = None if pictures else _color_column(columns)
+            files[tensor.bookmarks_path] = _bookmarks(
+                x, rows, own, label=_label_column(columns), color=color
+            )
+    files[_CONFIG] = (_MARK + text_format.MessageToString(config)).encode()
     _swap_folder(folder, files)
     log.info(
         "wrote %s: %s rows, %s tensors, %s projections as bookmarks, %s",
@@ -166,84 +175,150 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
 
 
 _CONFIG = "projector_config.pbtxt"
+_MARK = "# Written by embedx; the next export to this folder replaces all of it.\n"
 EXPORTERS: dict[str, Callable[..., Path]] = {"tensorboard": tensorboard}
 
 
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _tensor_name(text: str, taken: set[str]) -> str:
-    """``text`` in the characters that TensorBoard's addresses bear, unique."""
-    safe = re.sub(r"[^A-Za-z0-9_.-]", "_", text).strip(".") or "tensor"
-    name, number = safe, 2
-    while name in taken:
-        name, number = f"{safe}-{number}", number + 1
-    taken.add(name)
-    return name
+def _check_ours(folder: Path) -> None:
+    """Refuse a folder that holds anything but an export, for it will be replaced whole."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; choose another out=FOLDER")
+    foreign = {path.name for path in folder.iterdir()}
+    if _CONFIG in foreign:
+        text = (folder / _CONFIG).read_text(encoding="utf-8", errors="replace")
+        if text.startswith(_MARK):
+            foreign -= {_CONFIG, *re.findall(r'_path: "([^"]*)"', text)}
+    if foreign:
+        raise ConfigError(
+            f"{folder} holds {min(foreign)}, which is no part of an export; choose another "
+            "out=FOLDER"
+        )
 
 
 def _stratified(rows: Array, labels: Array | None, most: int, *, seed: int = 0) -> Array:
-    """``most`` of ``rows``, of each label its share, in order."""
+    """``most`` of ``rows``, of each label its share and at least one, in order."""
     rng = np.random.default_rng(seed)
     groups = np.zeros(len(rows), int) if labels is None else labels[rows]
-    kept = []
-    for group in np.unique(groups):
-        members = rows[groups == group]
-        share = max(1, math.floor(most * len(members) / len(rows)))
-        kept.append(rng.choice(members, min(share, len(members)), replace=False))
-    return np.sort(np.concatenate(kept))[:most]
+    shuffled = rng.permutation(len(rows))
+    by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
+    _, first, size = np.unique(groups[by_group], return_index=True, return_counts=True)
+    # The first of each group comes before the second of any: 0/size, 1/size, 2/size, ...
+    share = (np.arange(len(rows)) - np.repeat(first, size)) / np.repeat(size, size)
+    chosen = np.lexsort((rng.random(len(rows)), share))[:most]
+    return np.sort(rows[by_group[chosen]])
+
+
+# --------------------------------------------------------------------------- tensors
+
+
+def _safe(text: str) -> str:
+    """``text`` in the characters that TensorBoard's addresses bear, short enough for a file."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:100]
+
+
+def _tensor_file(name: str, x: Array) -> tuple[str, bytes]:
+    """Name and bytes of a tensor's file: raw, or text where raw would be read as text."""
+    data = x.astype("<f4").tobytes()
+    # The server tries text first, line by line, and goes on to raw when a line is not UTF-8.
+    end = data.find(b"\n") + 1
+    try:
+        data[: end or None].decode("utf-8")
+    except UnicodeDecodeError:
+        return f"{name}.bin", data
+    lines = ("\t".join(f"{v:.9g}" for v in row) for row in x.tolist())
+    return f"{name}.tsv", ("\n".join(lines) + "\n").encode()
 
 
 # --------------------------------------------------------------------------- metadata.tsv
 
 
-def _metadata(embeddings: Embeddings, rows: Array) -> bytes:
-    """Tab-separated rows; a header only above several columns, as the page demands."""
-    columns: dict[str, list[str]] = {"id": [_cell(embeddings.ids[i]) for i in rows]}
+def _metadata(embeddings: Embeddings, rows: Array) -> dict[str, list[str]]:
+    """The columns shown, as the page will read them."""
+    columns = {"id": _as_text([embeddings.ids[i] for i in rows])}
     texts = embeddings.label_texts()
     if texts is not None:
-        labels = [texts[i] for i in rows]
-        columns["label"] = _as_text([_cell(text) for text in labels])
-        if len(set(labels)) > CLASSES_MOST:
+        columns["label"] = _as_text([texts[i] for i in rows])
+        if len(set(columns["label"])) > CLASSES_MOST:
             columns["class"] = _grouped(columns["label"])
     for name, column in embeddings.metadata.items():
-        values = [_cell(str(column[i])) for i in rows]
         safe = _cell(name)
         while safe in columns or safe in ("__next__", "__seq_next__", "__index__"):
             safe += "_"
-        columns[safe] = values
+        values = [column[i] for i in rows]
+        if isinstance(column, list) or column.dtype.kind in "iu":
+            columns[safe] = _as_text([str(value) for value in values])
+        else:  # an empty cell is a missing number; the text "nan" would make texts of them all
+            columns[safe] = [str(value) if np.isfinite(value) else "" for value in values]
+    return columns
+
+
+def _tab_separated(columns: dict[str, list[str]]) -> bytes:
+    """A row a line; a header only above several columns, as the page demands."""
     lines = ["\t".join(row) for row in zip(*columns.values(), strict=True)]
     if len(columns) > 1:
         lines.insert(0, "\t".join(columns))
-    text = "\n".join(lines) + "\n"
-    assert text.count("\n") == len(rows) + (len(columns) > 1)
-    return text.encode("utf-8", "backslashreplace")
+    data = bytearray()
+    for line in lines:
+        encoded = line.encode("utf-8", "backslashreplace") + b"\n"
+        # The page decodes a megabyte at a time and spoils a character that lies across the border.
+        # Tabs past the last column move it; nothing reads them.
+        cut = _PAGE_BLOCK_BYTES - len(data) % _PAGE_BLOCK_BYTES
+        while cut < len(encoded) and encoded[cut] & 0xC0 == 0x80:
+            data[-1:] = b"\t\n"
+            cut -= 1
+        data += encoded
+    assert data.count(b"\n") == len(lines)
+    return bytes(data)
+
+
+_PAGE_BLOCK_BYTES = 1_000_000
 
 
 def _cell(value: str) -> str:
     """A value without what ends a cell or a line; an empty cell would be read as missing."""
-    return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]+", " ", value).strip() or "(none)"
+    line = re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]+", " ", value)
+    return re.sub(r"^[\s\ufeff]+|[\s\ufeff]+$", "", line) or "(none)"
+
+
+# What JavaScript takes for a number, and what comes out of it unchanged.
+_NUMBER = re.compile(
+    r"[+-]?(Infinity|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)|0x[\da-f]+|0o[0-7]+|0b[01]+",
+    re.ASCII | re.IGNORECASE,
+)
+_PLAIN_NUMBER = re.compile(r"0|-?[1-9]\d{0,14}|-?(0|[1-9]\d{0,5})\.\d{0,5}[1-9]", re.ASCII)
 
 
 def _as_text(values: list[str]) -> list[str]:
-    """Keep class names such as 007 from being read as numbers."""
-    numbers = [
-        value for value in values if value != "(none)" and re.fullmatch(r"[\d.eE+-]+", value)
-    ]
-    if any(not re.fullmatch(r"0|-?[1-9]\d*", value) for value in numbers):
-        return [value if value == "(none)" else f"#{value}" for value in values]
-    return values
+    """Cells that the page shows as they are: 007, which it would make 7, becomes #007."""
+    cells = [_cell(value) for value in values]
+    numbers = {cell for cell in cells if _NUMBER.fullmatch(cell)}
+    if all(_PLAIN_NUMBER.fullmatch(cell) for cell in numbers):
+        return cells
+    mark = "#"
+    while any(cell.startswith(mark) for cell in cells):
+        mark += "#"
+    return [mark + cell if cell in numbers else cell for cell in cells]
 
 
 def _grouped(labels: list[str]) -> list[str]:
     """The most frequent labels by name and the rest as one: the page colours at most 50."""
     common = {label for label, _ in Counter(labels).most_common(CLASSES_MOST - 1)}
     return [label if label in common else "(other)" for label in labels]
+
+
+def _label_column(columns: dict[str, list[str]]) -> str:
+    """The column that names points; the page calls a column without a header "label"."""
+    return "label" if "label" in columns or len(columns) == 1 else "id"
+
+
+def _color_column(columns: dict[str, list[str]]) -> str | None:
+    """The column to colour by, of those that the page offers for it."""
+    for name in ("label", "class"):
+        if name in columns and len(set(columns[name])) <= CLASSES_MOST:
+            return name
+    return None
 
 
 # --------------------------------------------------------------------------- sprite.png
@@ -253,44 +328,58 @@ def _sprite(thumbnails: Array) -> tuple[bytes, int]:
     """The square sheet of square tiles, row by row from the top left, and the side of a tile."""
     from PIL import Image
 
-    n, side = thumbnails.shape[:2]
+    n, height, width = thumbnails.shape[:3]
     across = math.ceil(math.sqrt(n))
-    tile = min(side, SHEET_PX_MOST // across)
-    sheet = np.full((across * tile, across * tile, 3), 255, np.uint8)
+    tile = min(max(height, width), SHEET_PX_MOST // across)
+    scale = tile / max(height, width)
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    left, top = (tile - size[0]) // 2, (tile - size[1]) // 2
+    sheet = Image.new("RGB", (across * tile, across * tile), "white")
     for i in range(n):
-        picture = thumbnails[i]
-        if tile != side:
-            picture = np.asarray(
-                Image.fromarray(picture).resize((tile, tile), Image.Resampling.BOX)
-            )
+        picture = Image.fromarray(thumbnails[i])
+        if picture.size != size:
+            picture = picture.resize(size, Image.Resampling.BOX)
         y, x = divmod(i, across)
-        sheet[y * tile : (y + 1) * tile, x * tile : (x + 1) * tile] = picture
+        sheet.paste(picture, (x * tile + left, y * tile + top))
     data = io.BytesIO()
-    Image.fromarray(sheet).save(data, "PNG")
+    sheet.save(data, "PNG")
     return data.getvalue(), tile
 
 
 # --------------------------------------------------------------------------- projections
 
 
+def _layer(projection: Projection, points: Mapping[str, Array]) -> str:
+    """The capture point that a projection was made from; the first where it does not say."""
+    layer = str(projection.attrs.get("layer"))
+    return layer if layer in points else next(iter(points))
+
+
 def _principal_axes(coords: Array) -> Array:
-    """Coordinates centred, turned to their principal axes and padded to three columns."""
+    """Coordinates centred, turned to their principal axes, cut or padded to three columns."""
     centered = coords.astype(np.float64) - coords.mean(axis=0, dtype=np.float64)
-    _, _, axes = np.linalg.svd(centered, full_matrices=False)
-    turned = (centered @ axes.T)[:, :3]
+    if min(centered.shape) > 500:
+        from sklearn.utils.extmath import randomized_svd
+
+        _, _, axes = randomized_svd(centered, 3, random_state=0)
+    else:
+        _, _, axes = np.linalg.svd(centered, full_matrices=False)
+    turned = centered @ axes[:3].T
     return np.pad(turned, ((0, 0), (0, 3 - turned.shape[1]))).astype(np.float32)
 
 
-def _bookmarks(x: Array, rows: Array, projections: Sequence[Projection]) -> bytes:
+def _bookmarks(
+    x: Array, rows: Array, projections: Sequence[Projection], *, label: str, color: str | None
+) -> bytes:
     """One saved state a projection, in the slot "umap": the slot "tsne" would start moving."""
-    pca = _principal_axes(x) if x.shape[1] > 1 else np.zeros((len(x), 3), np.float32)
+    pca = _principal_axes(x)
     states = []
     for projection in projections:
-        coords = projection.coords[rows][:, :3].astype(np.float64)
+        coords = projection.coords[rows][:, :3]
         in_3d = coords.shape[1] == 3
         coords = np.pad(coords, ((0, 0), (0, 3 - coords.shape[1])))
         keys = ["umap-0", "umap-1", "umap-2", "pca-0", "pca-1", "pca-2"]
-        table = np.hstack([coords, pca]).round(6).tolist()
+        table = [[float(f"{v:.7g}") for v in row] for row in np.hstack([coords, pca]).tolist()]
         camera = {
             "orthographic": not in_3d,
             "position": [0.45, 0.9, 1.6] if in_3d else [0, 0, 4],
@@ -308,8 +397,8 @@ def _bookmarks(x: Array, rows: Array, projections: Sequence[Projection]) -> byte
                 "umapMinDist": 0.1,
                 "tSNEis3d": in_3d,
                 "tSNEIteration": 0,
-                "tSNEPerplexity": 0,
-                "tSNELearningRate": 0,
+                "tSNEPerplexity": 30,  # of the page's own sliders, which a bookmark sets
+                "tSNELearningRate": 1,
                 "pcaComponentDimensions": [0, 1, 2],
                 "customXLeftText": "",
                 "customXRightText": "",
@@ -317,9 +406,9 @@ def _bookmarks(x: Array, rows: Array, projections: Sequence[Projection]) -> byte
                 "customYDownText": "",
                 "filteredPoints": None,
                 "selectedPoints": [],
-                "selectedLabelOption": "label",
-                "selectedColorOptionName": "label",
-                "forceCategoricalColoring": True,
+                "selectedLabelOption": label,
+                "selectedColorOptionName": color or "No color map",
+                "forceCategoricalColoring": False,  # up to 50 values are categories anyway
                 "cameraDef": camera,
                 "projections": [dict(zip(keys, row, strict=True)) for row in table],
             }
@@ -328,17 +417,29 @@ def _bookmarks(x: Array, rows: Array, projections: Sequence[Projection]) -> byte
 
 
 def _swap_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a whole folder beside ``folder`` and put it in its place in one step."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    old = new.with_name(new.name + ".old")
+    """Write a whole folder beside ``folder``, then put it in its place or leave all as it was."""
+    target = folder.resolve()  # a link stays, and what it leads to is replaced
+    new = old = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         new.chmod(0o755)
         for name, data in files.items():
             store.replace_file(new / name, data)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(new, folder)
+        if target.exists():
+            old = new.with_name(new.name + ".old")
+            os.replace(target, old)
+        os.replace(new, target)
+    except BaseException as error:
+        if old is not None and old.exists() and not target.exists():
+            os.replace(old, target)
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            raise StoreError(
+                f"cannot write {folder}: {error.strerror or error}; choose another out=FOLDER"
+            ) from error
+        raise
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
+    if old is not None:
         shutil.rmtree(old, ignore_errors=True)

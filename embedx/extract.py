@@ -384,8 +384,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             except (ConfigError, ShapeError):
                 raise
             except Exception as error:  # whatever is wrong with one item is that item's alone
-                text = str(error).strip().splitlines()
-                reasons[i] = f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+                reasons[i] = _reason(error)
         return _Batch(start, self._stack(inputs, size, start), reasons, miniatures, size)
 
     def _prepare(self, item: Any) -> Tensor:
@@ -414,13 +413,33 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         return stacked
 
 
+def _reason(error: Exception) -> str:
+    """Why an item failed, in one line and without its path: rows go by their id."""
+    text = _first_line(error)
+    if isinstance(error, PIL.UnidentifiedImageError):
+        text = "not a picture in a format that is read"
+    elif isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
 def _only(batches: list[_Batch]) -> _Batch:
     return batches[0]
 
 
-def _ignore_interrupts(_: int) -> None:
-    """Ctrl-C reaches every process of the group; the parent alone decides what it means."""
+def _start_worker(_: int) -> None:
+    """Ctrl-C reaches every process of the group: the parent decides; without it, end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = os.getppid()
+
+    def end_with_parent() -> None:
+        # A worker whose parent was killed can hang for good, on a pipe that nobody reads.
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @dataclasses.dataclass
@@ -463,7 +482,7 @@ def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any]) -> None:
         batch_size=1,
         collate_fn=_only,
         num_workers=plan.num_workers,
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_start_worker,
     )
     waiting: list[_Batch] = []  # bad batches before the first good one: the shapes are not known
     with contextlib.ExitStack() as stack:

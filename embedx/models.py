@@ -506,7 +506,15 @@ def live(module: nn.Module, *, preprocess: Preprocess | None = None) -> Model:
     Args:
         module: The network.
         preprocess: What pictures go through; None where tensors enter as they are.
+
+    Raises:
+        ModelError: A lazy layer has not seen an input yet.
     """
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        raise ModelError(
+            f"{type(module).__name__} has lazy layers that have no shape yet; run it once on an "
+            "example first"
+        )
     return Model(
         module=module,
         name=type(module).__name__.lower(),

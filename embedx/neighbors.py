@@ -35,7 +35,7 @@ def nearest_neighbors(
         raise ValueError(f"n_neighbors must be 1 to {len(x) - 1}, not {n_neighbors}")
     index = NearestNeighbors(n_neighbors=n_neighbors, metric=metric, algorithm="brute").fit(x)
     distances, indices = index.kneighbors()  # without a query, a row is left out of its own list
-    return indices, distances.astype(np.float32)
+    return indices, np.minimum(distances, np.finfo(np.float32).max).astype(np.float32)
 
 
 def trustworthiness(
@@ -43,8 +43,9 @@ def trustworthiness(
 ) -> tuple[float, int]:
     """How far the neighbours in a map are neighbours in the data too, 0 to 1.
 
-    Equal to scikit-learn's ``trustworthiness`` in blocks of bounded memory; above 10,000 rows it
-    is the mean over 10,000 sampled rows, each ranked among all.
+    Equal to scikit-learn's ``trustworthiness`` in blocks of bounded memory, but that rows equally
+    far share a rank; above 10,000 rows it is the mean over 10,000 sampled rows, each ranked among
+    all.
 
     Args:
         x: Data, shape ``(n, d)``.
@@ -61,27 +62,26 @@ def trustworthiness(
     References:
         Venna, Kaski 2001, ICANN, LNCS 2130.
     """
-    n = len(x)
-    if not 1 <= n_neighbors < n / 2:
-        raise ValueError(f"n_neighbors must be 1 to below n / 2 = {n / 2}, not {n_neighbors}")
-    mapped, _ = nearest_neighbors(coords, n_neighbors=n_neighbors)
+    from sklearn.metrics.pairwise import euclidean_distances
+
+    n, k = len(x), n_neighbors
+    if not 1 <= k < n / 2:
+        raise ValueError(f"n_neighbors must be 1 to below n / 2 = {n / 2}, not {k}")
+    mapped, _ = nearest_neighbors(coords, n_neighbors=k)
     rows = np.arange(n)
     if n > SAMPLED_ROWS:
         rows = np.sort(np.random.default_rng(seed).choice(n, SAMPLED_ROWS, replace=False))
-    x = np.asarray(x, dtype=np.float32)
-    squares = np.einsum("nd,nd->n", x, x, dtype=np.float64)
-    penalty = 0.0
+    penalty = 0
     block = max(1, _BLOCK_BYTES // (8 * n))
     for start in range(0, len(rows), block):
         chosen = rows[start : start + block]
-        distances = squares[None, :] - 2.0 * (x[chosen] @ x.T)  # + a constant a row
-        distances[np.arange(len(chosen)), chosen] = -np.inf  # a row itself has rank 0
-        order = np.argsort(distances, axis=1, kind="stable")
-        ranks = np.empty_like(order)
-        np.put_along_axis(ranks, order, np.arange(n)[None, :], axis=1)
-        beyond = np.take_along_axis(ranks, mapped[chosen], axis=1) - n_neighbors
-        penalty += float(beyond[beyond > 0].sum())
-    k = n_neighbors
+        with np.errstate(over="ignore"):  # beyond float32 is far away, whatever it is exactly
+            distances = euclidean_distances(x[chosen], x, squared=True)
+        distances[np.arange(len(chosen)), chosen] = np.inf  # a row has no rank in its own list
+        for neighbor in mapped[chosen].T:
+            reach = distances[np.arange(len(chosen)), neighbor]
+            rank = np.count_nonzero(distances < reach[:, None], axis=1) + 1
+            penalty += int(np.maximum(rank - k, 0).sum())
     return 1.0 - penalty * 2.0 / (len(rows) * k * (2.0 * n - 3.0 * k - 1.0)), len(rows)
 
 

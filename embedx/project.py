@@ -9,7 +9,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
+import typing
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,9 +64,13 @@ def pca(x: Array, *, n_components: int = 2, random_state: int = 0) -> Result:
     Returns:
         Coordinates and the fitted mean ``(d,)`` and components ``(m, d)``.
 
+    Raises:
+        ConfigError: A parameter is out of its range.
+
     References:
         Pearson 1901, Philosophical Magazine 2(11); Hotelling 1933.
     """
+    _require_whole("n_components", n_components, least=1)
     m = _clamp("n_components", n_components, most=min(x.shape))
     mean = x.mean(axis=0, dtype=np.float64)
     centered = x.astype(np.float64) - mean
@@ -96,42 +102,50 @@ def tsne(
     Args:
         x: Shape ``(n, d)``, finite.
         n_components: m, 2 or 3.
-        perplexity: Effective number of neighbours; clamped to (n - 1) / 3 with a message.
-        early_exaggeration: Factor of the attraction in the first 250 iterations.
+        perplexity: Effective number of neighbours, at least 1; clamped to (n - 1) / 3 with a
+            message.
+        early_exaggeration: Factor of the attraction in the first 250 iterations, at least 1.
         n_iter: Iterations after those.
         metric: Of the distances in ``x``.
         random_state: Seed.
 
     Raises:
+        ConfigError: A parameter is out of its range.
         DataError: Fewer than 4 rows.
 
     References:
         van der Maaten, Hinton 2008, JMLR 9; Policar, Strazar, Zupan 2024, JSS 109(3).
     """
-    import openTSNE
-
+    _require_whole("n_components", n_components, least=2, most=3)
+    _require("perplexity", perplexity, least=1)
+    _require("early_exaggeration", early_exaggeration, least=1)
+    _require_whole("n_iter", n_iter, least=1)
+    _require_metric(metric)
+    _require_whole("random_state", random_state, least=0, most=2**32 - 1)
     n = len(x)
     if n < 4:
         raise DataError(f"t-SNE needs at least 4 rows, and there are {n}; use projection=pca")
+    import openTSNE
+
     used = _clamp("perplexity", perplexity, most=(n - 1) / 3)
     k = min(n - 1, round(3 * used))
-    neighbors = openTSNE.nearest_neighbors.PrecomputedNeighbors(
-        *nearest_neighbors(x, n_neighbors=k, metric=metric)
-    )
+    indices, distances = nearest_neighbors(x, n_neighbors=k, metric=metric)
+    # Perplexity is found row by row, whatever the unit: a row far from all would overflow.
+    unit = distances.mean(axis=1, keepdims=True, dtype=np.float64)
+    distances = distances / np.where(unit > 0, unit, 1)
+    neighbors = openTSNE.nearest_neighbors.PrecomputedNeighbors(indices, distances)
+    logging.getLogger("openTSNE").setLevel(logging.ERROR)  # it warns that it uses what it is given
     affinities = openTSNE.affinity.PerplexityBasedNN(
         knn_index=neighbors, perplexity=used, random_state=random_state
     )
-    start = pca(x, n_components=min(n_components, *x.shape)).coords
-    start = np.pad(start, ((0, 0), (0, n_components - start.shape[1])))
     # The tree of Barnes-Hut holds any number of dimensions; the grid of FFT only two, and it pays
     # from some thousands of rows.
-    logging.getLogger("openTSNE").setLevel(logging.ERROR)  # it warns that it uses what it is given
     fit = openTSNE.TSNE(
         n_components=n_components,
         perplexity=used,
         early_exaggeration=early_exaggeration,
         n_iter=n_iter,
-        initialization=openTSNE.initialization.rescale(start),
+        initialization=_small_start(x, n_components, random_state),
         negative_gradient_method="fft" if n_components == 2 and n > 5000 else "bh",
         n_jobs=os.cpu_count() or 1,
         random_state=random_state,
@@ -140,6 +154,21 @@ def tsne(
         coords=np.asarray(fit),
         used={"perplexity": used, "kl_divergence": float(fit.kl_divergence)},
     )
+
+
+def _small_start(x: Array, m: int, random_state: int) -> Array:
+    """The principal components ``(n, m)`` at the scale 1e-4 that t-SNE starts from.
+
+    Noise far below that scale parts rows that are equal, or that one huge row has pressed onto
+    one point: points at the very same place repel each other in no direction and never part.
+    """
+    start = np.random.default_rng(random_state).normal(scale=1e-6, size=(len(x), m))
+    components = pca(x, n_components=min(m, *x.shape)).coords
+    largest = np.abs(components).max()
+    if largest > 0:
+        components = components / largest  # its square could overflow
+        start[:, : components.shape[1]] += components * (1e-4 / components[:, 0].std())
+    return start
 
 
 def umap(
@@ -155,23 +184,28 @@ def umap(
 
     Args:
         x: Shape ``(n, d)``, finite.
-        n_components: m.
-        n_neighbors: Size of a neighbourhood, counting the row itself; clamped to n - 1.
-        min_dist: Least distance between points of the map.
+        n_components: m, 2 or 3.
+        n_neighbors: Size of a neighbourhood, counting the row itself, at least 2; clamped to n - 1
+            with a message.
+        min_dist: Least distance between points of the map, 0 to 1.
         metric: Of the distances in ``x``.
         random_state: Seed.
 
     Raises:
+        ConfigError: A parameter is out of its range.
         DataError: Fewer than 4 rows.
 
     References:
         McInnes, Healy, Melville 2018, arXiv:1802.03426.
     """
+    _require_whole("n_components", n_components, least=2, most=3)
+    _require_whole("n_neighbors", n_neighbors, least=2)
+    _require("min_dist", min_dist, least=0, most=1)
+    _require_metric(metric)
+    _require_whole("random_state", random_state, least=0, most=2**32 - 1)
     n = len(x)
     if n < 4:
         raise DataError(f"UMAP needs at least 4 rows, and there are {n}; use projection=pca")
-    if n_neighbors < 2:
-        raise ConfigError(f"projection.n_neighbors must be at least 2, not {n_neighbors}")
     import umap as umap_learn
 
     k = int(_clamp("n_neighbors", n_neighbors, most=n - 1))
@@ -197,8 +231,27 @@ def umap(
 def _clamp(name: str, value: Any, *, most: Any) -> Any:
     if value <= most:
         return value
-    log.info("%s=%s is too large for these rows: using %s", name, value, most)
+    log.info("%s=%s is too large for these rows: using %.4g", name, value, most)
     return most
+
+
+def _require(name: str, value: Any, *, least: float, most: float = np.inf) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and least <= value <= most and np.isfinite(value)):
+        limits = f"at least {least}" if most == np.inf else f"{least} to {most}"
+        raise ConfigError(f"projection.{name} must be {limits}, not {value!r}")
+
+
+def _require_whole(name: str, value: Any, *, least: int, most: float = np.inf) -> None:
+    if not isinstance(value, int):
+        raise ConfigError(f"projection.{name} must be a whole number, not {value!r}")
+    _require(name, value, least=least, most=most)
+
+
+def _require_metric(metric: str) -> None:
+    known = typing.get_args(Metric)
+    if metric not in known:
+        raise ConfigError(f"projection.metric must be one of {', '.join(known)}, not {metric!r}")
 
 
 # --------------------------------------------------------------------------- the stage
@@ -221,7 +274,8 @@ def project(
 
     Args:
         embeddings: The file, its folder, or the opened file.
-        method: ``pca``, ``tsne``, ``umap``, or a function ``(x, **parameters) -> Result``.
+        method: ``pca``, ``tsne``, ``umap``, or a function ``(x, **parameters) -> Result``, which
+            is known by its name: after changing what it does, pass ``overwrite``.
         layer: The capture point; the first in the file where not given.
         out: Folder for the projection; ``projections`` beside the embeddings where not given.
         overwrite: Compute again what is there.
@@ -231,9 +285,11 @@ def project(
         The projection, coordinates ``(n, m)`` row-aligned with the embeddings.
 
     Raises:
-        ConfigError: An unknown method.
-        DataError: Too few rows.
-        StoreError: A file is missing or damaged, or there is no space.
+        ConfigError: An unknown method, a parameter it does not have or cannot take.
+        DataError: Too few rows, an unfinished file, or a function of one's own that gives no
+            ``(n, m)`` coordinates.
+        StoreError: A file is missing or damaged, the map that is there belongs to other
+            embeddings, or there is no space.
     """
     opened = embeddings if isinstance(embeddings, store.Embeddings) else store.open(embeddings)
     if not opened.complete:
@@ -243,16 +299,13 @@ def project(
             raise ConfigError(
                 f"projection {method!r} is not known; choose one of: {', '.join(METHODS)}"
             )
-        function, name = METHODS[method], method
-    else:
-        function, name = method, getattr(method, "__name__", "projection")
-    parameters = _with_defaults(function, parameters)
+        method = METHODS[method]
+    name = re.sub(r"[^\w.-]+", "_", getattr(method, "__name__", "projection"))
+    parameters = _with_defaults(method, parameters)
     point, rows = opened.rows(layer)
-    if parameters.get("n_components", 2) not in (2, 3) and name != "pca":
-        raise ConfigError(
-            f"projection.n_components must be 2 or 3 for {name}, not {parameters['n_components']}"
-        )
     settings = {"method": name, "layer": point, **parameters}
+    if METHODS.get(name) is not method:  # two functions of one name are not one method
+        settings["function"] = f"{method.__module__}.{getattr(method, '__qualname__', name)}"
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     folder = Path(out) if out else opened.path.parent / "projections"
     path = folder / f"{name}-{digest[:6]}.h5"
@@ -267,7 +320,10 @@ def project(
             f"and {opened.path} is {opened.attrs['id'][:12]}); replace it with overwrite=true"
         )
     ok = opened.ok
-    n_ok = int(ok.sum())
+    x = np.asarray(rows[ok], dtype=np.float32)
+    finite = np.isfinite(x).all(axis=1)
+    ok[ok], x = finite, x[finite]
+    n_ok = len(x)
     if n_ok == 0:
         raise DataError(f"{opened.path} has no row to project: all {opened.n_rows} failed")
     log.info(
@@ -282,13 +338,23 @@ def project(
     if n_ok < opened.n_rows:
         log.info("%s failed rows are left out", f"{opened.n_rows - n_ok:,}")
     started = time.monotonic()
-    x = np.asarray(rows[ok], dtype=np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what matters of them is said in our own words
-        result = function(x, **parameters)
-    coords = np.full((opened.n_rows, result.coords.shape[1]), np.nan, np.float32)
-    coords[ok] = result.coords
+        result = method(x, **parameters)
+    placed_at = result.coords if isinstance(result, Result) else None
+    if not isinstance(placed_at, np.ndarray) or placed_at.shape[:-1] != (n_ok,):
+        gave = type(result).__name__ if placed_at is None else f"coords {np.shape(placed_at)}"
+        raise DataError(
+            f"projection {name} must give a Result with coords ({n_ok}, m), and it gave {gave}"
+        )
+    with np.errstate(over="ignore"):  # what float32 cannot hold is not placed
+        placed_at = placed_at.astype(np.float32)
+    placed = np.isfinite(placed_at).all(axis=1)
+    placed_at[~placed] = np.nan
+    coords = np.full((opened.n_rows, placed_at.shape[1]), np.nan, np.float32)
+    coords[ok] = placed_at
     attrs: dict[str, Any] = {
+        **{key: _attr(value) for key, value in {**parameters, **result.used}.items()},
         "id": projection_id,
         "parent": opened.attrs["id"],
         "model": opened.attrs.get("model", ""),
@@ -298,13 +364,11 @@ def project(
         "seed": parameters.get("random_state", 0),
         "threads": os.cpu_count() or 1,
     }
-    attrs.update({key: _attr(value) for key, value in {**parameters, **result.used}.items()})
-    placed = np.isfinite(coords[ok]).all(axis=1)
     if not placed.all():
         log.info("%s rows could not be placed and are absent from the map", int((~placed).sum()))
     k = min(TRUSTWORTHINESS_K, (int(placed.sum()) - 1) // 2)
     if k >= 1:
-        score, measured = trustworthiness(x[placed], coords[ok][placed], n_neighbors=k)
+        score, measured = trustworthiness(x[placed], placed_at[placed], n_neighbors=k)
         attrs.update(trustworthiness=score, trustworthiness_k=k, trustworthiness_rows=measured)
     store.write_projection(path, coords=coords, ids=opened.ids, attrs=attrs, state=result.state)
     log.info(
@@ -322,14 +386,27 @@ def _with_defaults(function: Callable[..., Result], given: Mapping[str, Any]) ->
     """Every parameter with its value, so that a default written out is the same settings."""
     import inspect
 
+    signature = inspect.signature(function)
     try:
-        bound = inspect.signature(function).bind(None, **given)
+        bound = signature.bind(None, **given)
     except TypeError as error:
         raise ConfigError(
             f"projection {getattr(function, '__name__', function)}: {error}"
         ) from None
     bound.apply_defaults()
-    return dict(list(bound.arguments.items())[1:])
+    values: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_KEYWORD:
+            values.update(value)
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            values[name] = value
+            if isinstance(parameter.default, float) and type(value) is int:
+                values[name] = float(value)  # 30 and 30.0 are one setting
+    return {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in values.items()
+    }
 
 
 def _attr(value: Any) -> Any:

@@ -400,6 +400,8 @@ class Writer:
             StoreError: The disk refused; nothing that was committed is lost.
             ValueError: Shapes or types do not fit the fields, or there are too many rows.
         """
+        if not len(status):
+            return
         start, stop = self._written, self._written + len(status)
         if stop > self.n_rows:
             raise ValueError(f"row {stop - 1} is past the {self.n_rows} rows of {self.path}")

@@ -3,7 +3,9 @@
 import importlib.util
 import io
 import logging
+import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from embedx import store
 from embedx.errors import ConfigError, DataError, missing_extra
@@ -38,9 +41,16 @@ PALETTE = (
     "#717581",
     "#92dadd",
 )
-OTHER = "#d0d0d0"
+OTHER = "#dcdcdc"
+# With a class of its own in grey, "other" could not be told from it.
+PALETTE_BESIDE_OTHER = tuple(shade for shade in PALETTE if shade not in ("#94a4a2", "#717581"))
 PANEL_IN = 5.2
+PANELS_ACROSS = 3
 DPI = 150
+NAMED_FROM = 10  # points of a class: a name would hide fewer
+
+# (name, colour, mask of the rows)
+Group = tuple[str, str, npt.NDArray[np.bool_]]
 
 
 def view(
@@ -60,7 +70,9 @@ def view(
         viewer: ``map`` draws ``map-<projection>.png`` for each projection and ``maps.png`` with
             all of them; ``tensorboard`` serves the exported projector on 127.0.0.1 until Ctrl-C.
         projections: Names or paths of projections; all of them where not given.
-        color: Column to colour by: ``label``, a metadata column, or ``none``.
+        color: Column to colour by: ``label``, a metadata column, or ``none``. Of more than ten
+            classes the eight largest have a colour of their own and the others share grey; of
+            more than ten numbers it is a scale.
         out: Folder for the pictures; that of the embeddings where not given.
         open: Show the picture or the page on this machine's screen.
         port: For TensorBoard.
@@ -84,12 +96,13 @@ def view(
             f"{opened.path} has no projection yet; make one with: python -m embedx project"
         )
     values = _values(opened, color)
+    groups = None if values is None or _is_scale(values) else _groups(values, opened.ok)
     folder = Path(out) if out else opened.path.parent
     written = []
     for projection in maps:
         path = folder / f"map-{projection.name}.png"
-        written.append(_save(_draw(opened, [projection], values, color), path))
-    together = _draw(opened, maps, values, color)
+        written.append(_save(_draw(opened, [projection], values, groups, color), path))
+    together = _draw(opened, maps, values, groups, color)
     if len(maps) > 1:
         written.append(_save(together, folder / "maps.png"))
     for path in written:
@@ -111,132 +124,185 @@ def _values(opened: Embeddings, color: str) -> Sequence[Any] | store.Array | Non
     return opened.metadata[color]
 
 
+def _is_scale(values: Sequence[Any] | store.Array) -> bool:
+    array = np.asarray(values)
+    return array.dtype.kind in "fiu" and len(np.unique(array[np.isfinite(array)])) > len(PALETTE)
+
+
+def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> list[Group]:
+    """The classes of a column, in the order of the legend; those without a value come last."""
+    array = np.asarray(values)
+    texts = array.astype(str)
+    if array.dtype.kind == "f":
+        texts[~np.isfinite(array)] = ""
+    counts = Counter(texts[ok].tolist())
+    without = counts.pop("", 0)
+    names = sorted(counts, key=_natural)
+    shades: Sequence[str] = PALETTE
+    kept = names
+    if len(names) > len(PALETTE):
+        shades = PALETTE_BESIDE_OTHER
+        common = {name for name, _ in counts.most_common(len(shades))}
+        kept = [name for name in names if name in common]
+        log.info("%s classes: the %s largest have colours of their own", len(names), len(kept))
+    groups = [(name, shade, texts == name) for name, shade in zip(kept, shades, strict=False)]
+    if rest := len(names) - len(kept):
+        groups.append((f"{rest} other classes", OTHER, ~np.isin(texts, [*kept, ""])))
+    if without:
+        groups.append(("(none)", OTHER, texts == ""))
+    return groups
+
+
+def _natural(name: str) -> tuple[list[str | int], str]:
+    """Sorts 2 before 10, also within a name."""
+    parts = re.split(r"([0-9]{1,18})", name)
+    return [int(part) if i % 2 else part.casefold() for i, part in enumerate(parts)], name
+
+
 def _draw(
     opened: Embeddings,
     maps: Sequence[Projection],
     values: Sequence[Any] | store.Array | None,
+    groups: Sequence[Group] | None,
     color: str,
 ) -> "Figure":
     try:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
     except ImportError:
         raise missing_extra("matplotlib", extra="viz", needed_for="view") from None
-    figure = Figure(figsize=(PANEL_IN * len(maps) + 1.2, PANEL_IN + 0.6), layout="constrained")
+    across = min(len(maps), PANELS_ACROSS)
+    down = math.ceil(len(maps) / across)
+    longest = max((len(_legible(name)) for name, _, _ in groups or ()), default=0)
+    # Beside the panels a legend takes about 0.09 inch a letter.
+    size_in = (PANEL_IN * across + 0.7 + 0.09 * longest, PANEL_IN * down + 0.6)
+    figure = Figure(figsize=size_in, layout="constrained")
+    scale = None
+    if values is not None and groups is None:
+        numbers = np.asarray(values, dtype=np.float64)
+        finite = numbers[np.isfinite(numbers)]
+        scale = ScalarMappable(Normalize(finite.min(), finite.max()), "cividis")
+        scale.set_cmap(scale.cmap.with_extremes(bad=OTHER))
+        colors = scale.to_rgba(np.ma.masked_invalid(numbers))
     for number, projection in enumerate(maps):
         in_3d = projection.coords.shape[1] >= 3
         axes = figure.add_subplot(
-            1, len(maps), number + 1, projection="3d" if in_3d else "rectilinear"
+            down, across, number + 1, projection="3d" if in_3d else "rectilinear"
         )
-        _panel(axes, projection, values, name_clusters=not in_3d)
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    if handles:
+        axes.set_title(_title(projection, maps), fontsize=10)
+        _panel(axes, projection, groups, None if scale is None else colors)
+    if scale is not None:
+        figure.colorbar(scale, ax=figure.axes, shrink=0.6, label=_legible(color))
+    if groups:
         figure.legend(
-            handles,
-            names,
-            title=None if color == "label" else color,
+            handles=[
+                Line2D([], [], linestyle="", marker="o", color=shade, label=_legible(name))
+                for name, shade, _ in groups
+            ],
+            title=None if color == "label" else _legible(color),
             loc="outside right upper",
             frameon=False,
-            markerscale=2.5,
         )
-    model, data = opened.attrs.get("model", ""), opened.attrs.get("data", "")
-    figure.suptitle(f"{model} on {data}, layer {maps[0].attrs['layer']}", fontsize=11)
+    about = f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}"
+    layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
+    title = _legible(f"{about}, layer {', '.join(layers)}", most=60 * across)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
+
+
+def _title(projection: Projection, maps: Sequence[Projection]) -> str:
+    method = str(projection.attrs["method"])
+    title = {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}.get(method, method)
+    if [other.attrs["method"] for other in maps].count(method) > 1:
+        title = projection.name
+    score = projection.attrs.get("trustworthiness")
+    return _legible(title) + (f"  (trustworthiness {score:.3f})" if score is not None else "")
 
 
 def _panel(
     axes: "Axes",
     projection: Projection,
-    values: Sequence[Any] | store.Array | None,
-    *,
-    name_clusters: bool,
+    groups: Sequence[Group] | None,
+    colors: store.Array | None,
 ) -> None:
     coords = projection.coords[:, :3]
-    placed = np.isfinite(coords).all(axis=1)
+    if coords.shape[1] == 1:
+        coords = np.hstack([coords, np.zeros_like(coords)])  # on a line
+    placed = np.asarray(np.isfinite(coords).all(axis=1))
+    coords = np.where(placed[:, None], coords, 0).astype(np.float64)
     n = int(placed.sum())
-    # Fewer points are drawn larger: about the same ink from 50 to 50,000 of them.
+    # Fewer points are drawn larger: about the same ink from 200 to 20,000 of them.
     style: dict[str, Any] = {
-        "s": float(np.clip(9000 / max(n, 1), 1.0, 40.0)),
+        "s": float(np.clip(9000 / max(n, 1), 2.0, 40.0)),
         "linewidths": 0,
-        "alpha": 0.85 if n < 20_000 else 0.5,
+        "alpha": 0.85 if n < 20_000 else 0.6,
         "rasterized": True,
     }
-    method = str(projection.attrs["method"])
-    title = {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}.get(method, method)
-    score = projection.attrs.get("trustworthiness")
-    axes.set_title(
-        title + (f"  (trustworthiness {score:.3f})" if score is not None else ""), fontsize=10
-    )
+    flat = coords.shape[1] == 2
     axes.set_xticks([])
     axes.set_yticks([])
-    if name_clusters:
+    if flat:
         axes.set_aspect("equal", adjustable="datalim")
         for side in ("top", "right", "bottom", "left"):
             axes.spines[side].set_color("#cccccc")
     else:
         axes.set_zticks([])  # type: ignore[attr-defined]  # three-dimensional axes have it
-    if values is None:
-        axes.scatter(*coords[placed].T, color=PALETTE[0], **style)
+    if groups is None:
+        one = PALETTE[0] if colors is None else colors[placed]
+        axes.scatter(*coords[placed].T, color=one, **style)
         return
-    array = np.asarray(values)
-    if array.dtype.kind in "fiu" and len(np.unique(array)) > len(PALETTE):
-        style.update(c=array[placed], cmap="cividis")
-        drawn = axes.scatter(*coords[placed].T, **style)
-        axes.figure.colorbar(drawn, ax=axes, shrink=0.6)
-        return
-    texts = np.array([str(value) or "(none)" for value in values])
-    for name, shade, members in _classes(texts, placed):
-        points = coords[members]
-        label = _legible(name)
-        axes.scatter(*points.T, color=shade, label=label, **style)
-        if name_clusters and shade != OTHER:
-            _name_cluster(axes, points, label)
+    for name, shade, members in reversed(groups):  # grey below
+        points = coords[members & placed]
+        axes.scatter(*points.T, color=shade, label=_legible(name), **style)
+    if flat:
+        _write_names(axes, coords, placed, groups)
 
 
-def _classes(texts: "np.ndarray[Any, Any]", placed: Any) -> list[tuple[str, str, Any]]:
-    """``(name, colour, mask)`` of each class; beyond ten, the rarest share one grey."""
-    counts = Counter(texts[placed].tolist())
-    names = sorted(counts, key=_natural)
-    if len(names) > len(PALETTE):
-        common = {name for name, _ in counts.most_common(len(PALETTE) - 1)}
-        kept = [name for name in names if name in common]
-        rest = f"{len(names) - len(kept)} other classes"
-        log.info("%s classes: the %s largest have colours of their own", len(names), len(kept))
-        grey = [(rest, OTHER, placed & ~np.isin(texts, kept))]
-    else:
-        kept, grey = names, []
-    shown = [
-        (name, shade, placed & (texts == name)) for name, shade in zip(kept, PALETTE, strict=False)
-    ]
-    return grey + shown
-
-
-def _natural(name: str) -> tuple[int, int, str]:
-    return (0, int(name), name) if name.isascii() and name.isdigit() else (1, 0, name)
-
-
-def _legible(name: str) -> str:
+def _legible(name: str, *, most: int = 32) -> str:
     """A name as matplotlib may draw it: no mathematics, one line, not hidden, not endless."""
-    text = " ".join(name.replace("$", r"\$").split())
-    text = text if len(text) <= 32 else text[:31] + "…"
+    text = " ".join(name.split())
+    text = text if len(text) <= most else text[: most - 1] + "…"
+    text = text.replace("$", r"\$")
     return f"\u200b{text}" if text.startswith("_") else text  # a leading _ hides it in a legend
 
 
-def _name_cluster(axes: "Axes", points: Any, label: str) -> None:
-    """Write a class where most of it lies: at the point of least median distance to the others."""
+def _write_names(
+    axes: "Axes", coords: store.Array, placed: npt.NDArray[np.bool_], groups: Sequence[Group]
+) -> None:
+    """Write each class at its most central point, the largest first, where there is room."""
     from matplotlib import patheffects
 
-    sample = points[:: max(1, len(points) // 300)]
-    between = np.linalg.norm(sample[:, None] - sample[None, :], axis=2)
-    x, y = sample[np.median(between, axis=1).argmin()]
-    axes.annotate(
-        label,
-        (x, y),
-        ha="center",
-        va="center",
-        fontsize=10,
-        fontweight="bold",
-        path_effects=[patheffects.withStroke(linewidth=3, foreground="white")],
-    )
+    if not placed.any():
+        return
+    points_per_unit = PANEL_IN * 72 / max(float(np.ptp(coords[placed], axis=0).max()), 1e-30)
+    written: list[tuple[float, float, int]] = []
+    for name, shade, mask in sorted(groups, key=lambda group: -int(group[2].sum())):
+        members = coords[mask & placed]
+        if shade == OTHER or len(members) < NAMED_FROM:
+            continue
+        sample = members[:: max(1, len(members) // 300)]
+        between = np.linalg.norm(sample[:, None] - sample[None, :], axis=2)
+        at = sample[np.median(between, axis=1).argmin()]
+        label = _legible(name, most=20)
+        x, y = (at * points_per_unit).tolist()
+        # A letter of this size is about 7 points wide and a line 13 high.
+        if any(
+            abs(x - x2) < 3.5 * (len(label) + length) and abs(y - y2) < 13
+            for x2, y2, length in written
+        ):
+            continue
+        written.append((x, y, len(label)))
+        axes.annotate(
+            label,
+            at,
+            ha="center",
+            va="center",
+            fontsize=10,
+            fontweight="bold",
+            path_effects=[patheffects.withStroke(linewidth=3, foreground="white")],
+        )
 
 
 def _save(figure: "Figure", path: Path) -> Path:

@@ -1,0 +1,639 @@
+"""Sources of samples: pictures of every kind, folders of every kind, objects in memory."""
+
+import os
+import struct
+import sys
+import unicodedata
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from embedx import data
+from embedx.errors import ConfigError, DataError
+
+RGB = np.array([[[10, 20, 30], [40, 50, 60], [70, 80, 90]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]])
+PICTURE = Image.fromarray(RGB.astype(np.uint8))
+linux = pytest.mark.skipif(sys.platform != "linux", reason="file names here are any bytes")
+
+
+def _pixels(path: Path) -> list[Any]:
+    image = data.decode_image(path)
+    assert image.mode == "RGB"
+    return np.asarray(image).tolist()
+
+
+def _png(width: int, height: int, *, color: int, bits: int, rows: bytes) -> bytes:
+    """A PNG written by hand: it may declare what Pillow does not write."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        check = zlib.crc32(kind + body)
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
+    end = chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + end
+
+
+# --------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("suffix", ["png", "bmp", "ppm", "tif", "tiff", "webp"])
+def test_lossless_format_gives_back_its_pixels(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    PICTURE.save(path, **({"lossless": True} if suffix == "webp" else {}))
+    assert _pixels(path) == RGB.tolist()
+
+
+def test_png_opens_in_a_fresh_process_whatever_was_opened_before(tmp_path: Path) -> None:
+    import subprocess
+
+    PICTURE.save(tmp_path / "a.png")
+    code = (
+        "import sys; from embedx.data import decode_image;"
+        "print(decode_image(sys.argv[1]).getpixel((1, 0)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.png")], capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("(40, 50, 60)\n", "")
+
+
+def test_jpeg_and_its_two_picture_kind_give_nearly_their_pixels(tmp_path: Path) -> None:
+    smooth = Image.new("RGB", (16, 16), (200, 100, 50))
+    smooth.save(tmp_path / "a.jpg", quality=95)
+    smooth.save(
+        tmp_path / "b.jpg",
+        format="MPO",
+        save_all=True,
+        append_images=[Image.new("RGB", (16, 16), "blue")],
+    )
+    for name in ("a.jpg", "b.jpg"):
+        assert np.abs(np.array(_pixels(tmp_path / name)) - (200, 100, 50)).max() <= 3
+
+
+def test_format_is_told_by_content_and_not_by_suffix(tmp_path: Path) -> None:
+    PICTURE.save(tmp_path / "a.png")
+    (tmp_path / "a.png").rename(tmp_path / "a.jpg")
+    assert _pixels(tmp_path / "a.jpg") == RGB.tolist()
+
+
+def test_palette_gives_its_colours(tmp_path: Path) -> None:
+    indexed = Image.new("P", (2, 1))
+    indexed.putpalette([255, 0, 0, 0, 255, 0])
+    indexed.putpixel((1, 0), 1)
+    indexed.save(tmp_path / "a.png")
+    indexed.save(tmp_path / "a.gif")
+    indexed.save(tmp_path / "clear.png", transparency=0)
+    indexed.save(tmp_path / "clear.gif", transparency=0)
+    indexed.save(tmp_path / "half.png", transparency=bytes([128, 255]))
+    for name in ("a.png", "a.gif"):
+        assert _pixels(tmp_path / name) == [[[255, 0, 0], [0, 255, 0]]]
+    for name in ("clear.png", "clear.gif"):
+        assert _pixels(tmp_path / name) == [[[255, 255, 255], [0, 255, 0]]]
+    assert _pixels(tmp_path / "half.png") == [[[255, 127, 127], [0, 255, 0]]]
+
+
+def test_grey_becomes_three_equal_channels(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 100, 255]], np.uint8)).save(tmp_path / "l.png")
+    Image.fromarray(np.array([[True, False]])).save(tmp_path / "1.png")
+    assert _pixels(tmp_path / "l.png") == [[[0] * 3, [100] * 3, [255] * 3]]
+    assert _pixels(tmp_path / "1.png") == [[[255] * 3, [0] * 3]]
+
+
+def test_alpha_is_laid_on_white(tmp_path: Path) -> None:
+    rgba = np.array([[[0, 0, 255, 0], [0, 0, 255, 255], [0, 0, 255, 51]]], np.uint8)
+    Image.fromarray(rgba).save(tmp_path / "rgba.png")
+    Image.fromarray(rgba).save(tmp_path / "rgba.webp", lossless=True, exact=True)
+    Image.fromarray(rgba).save(tmp_path / "rgba.tif")
+    for name in ("rgba.png", "rgba.webp", "rgba.tif"):
+        assert _pixels(tmp_path / name) == [[[255, 255, 255], [0, 0, 255], [204, 204, 255]]]
+    grey = Image.fromarray(np.array([[[0, 0], [0, 255], [0, 51]]], np.uint8), "LA")
+    grey.save(tmp_path / "la.png")
+    assert _pixels(tmp_path / "la.png") == [[[255] * 3, [0] * 3, [204] * 3]]
+
+
+def test_transparent_colour_of_a_plain_png_is_laid_on_white(tmp_path: Path) -> None:
+    PICTURE.save(tmp_path / "rgb.png", transparency=(40, 50, 60))
+    Image.fromarray(np.array([[0, 100]], np.uint8)).save(tmp_path / "l.png", transparency=100)
+    assert _pixels(tmp_path / "rgb.png")[0][1] == [255, 255, 255]
+    assert _pixels(tmp_path / "rgb.png")[0][0] == [10, 20, 30]
+    assert _pixels(tmp_path / "l.png") == [[[0] * 3, [255] * 3]]
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    deep = np.array([[0, 257, 32768, 65535]], np.uint16)
+    Image.fromarray(deep).save(tmp_path / "a.png")
+    Image.fromarray(deep).save(tmp_path / "a.tif")
+    Image.frombytes("I;16B", (4, 1), deep.astype(">u2").tobytes()).save(tmp_path / "big.tif")
+    (tmp_path / "a.pgm").write_bytes(b"P5 4 1 65535\n" + deep.astype(">u2").tobytes())
+    for name in ("a.png", "a.tif", "big.tif", "a.pgm"):
+        assert _pixels(tmp_path / name) == [[[0] * 3, [1] * 3, [128] * 3, [255] * 3]], name
+    row = b"\0" + struct.pack(">HHH", 65535, 257, 32768)
+    (tmp_path / "rgb.png").write_bytes(_png(1, 1, color=2, bits=16, rows=row))
+    assert _pixels(tmp_path / "rgb.png") == [[[255, 1, 128]]]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_without_a_stated_range_are_refused(tmp_path: Path, mode: str) -> None:
+    Image.new(mode, (2, 2), 7).save(tmp_path / "a.tif")
+    with pytest.raises(DataError, match=f"mode '{mode}' does not state its range"):
+        data.decode_image(tmp_path / "a.tif")
+
+
+def test_cmyk_is_converted(tmp_path: Path) -> None:
+    Image.new("CMYK", (2, 2), (255, 0, 0, 0)).save(tmp_path / "a.tif")
+    Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(tmp_path / "a.jpg", quality=95)
+    for name in ("a.tif", "a.jpg"):
+        assert np.abs(np.array(_pixels(tmp_path / name)) - (0, 255, 255)).max() <= 3
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "webp", "jpg"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_turned_upright(tmp_path: Path, suffix: str, orientation: int) -> None:
+    upright = np.kron(np.array([[0, 60, 120], [180, 210, 240]], np.uint8), np.ones((8, 8)))
+    # How a camera stores the upright scene under each orientation, from the EXIF standard.
+    stored = {
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.T,
+        6: upright.T[::-1],
+        7: upright.T[::-1, ::-1],
+        8: upright.T[:, ::-1],
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.fromarray(np.ascontiguousarray(stored).astype(np.uint8)).convert("RGB")
+    path = tmp_path / f"a.{suffix}"
+    image.save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
+    decoded = np.asarray(data.decode_image(path)).astype(int)
+    assert decoded.shape == (16, 24, 3)
+    assert np.abs(decoded - upright[..., None]).max() <= (8 if suffix == "jpg" else 0)
+
+
+@pytest.mark.parametrize("body", [b"", b"garbage", b"II*\0\x08\0\0\0\xff\xff"])
+def test_damaged_exif_does_not_cost_the_picture(tmp_path: Path, body: bytes) -> None:
+    Image.new("RGB", (8, 8), (200, 100, 50)).save(tmp_path / "a.jpg", exif=b"Exif\0\0" + body)
+    assert np.abs(np.array(_pixels(tmp_path / "a.jpg")) - (200, 100, 50)).max() <= 3
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp", "png", "tif"])
+def test_of_an_animation_the_first_frame_is_taken(tmp_path: Path, suffix: str) -> None:
+    first, second = (Image.new("RGB", (4, 4), color) for color in ("red", "blue"))
+    extra = {"lossless": True} if suffix == "webp" else {}
+    first.save(tmp_path / f"a.{suffix}", save_all=True, append_images=[second], **extra)
+    assert _pixels(tmp_path / f"a.{suffix}") == [[[255, 0, 0]] * 4] * 4
+
+
+def test_one_pixel_is_a_picture(tmp_path: Path) -> None:
+    for suffix in ("png", "gif", "bmp", "tif"):
+        Image.new("RGB", (1, 1), (9, 9, 9)).save(tmp_path / f"a.{suffix}")
+        assert _pixels(tmp_path / f"a.{suffix}") == [[[9, 9, 9]]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n",
+        b'<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"/>',
+        b"%PDF-1.4\n",
+        b"GIF",
+        b"",
+    ],
+)
+def test_other_formats_under_the_name_of_a_picture_are_refused(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "a.jpg").write_bytes(content)
+    with pytest.raises((DataError, OSError), match=r"not a picture of the formats|truncated"):
+        data.decode_image(tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "bmp", "tif", "webp", "ppm"])
+def test_truncated_picture_is_refused(tmp_path: Path, suffix: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(OSError):
+        data.decode_image(path)
+
+
+@pytest.mark.parametrize(("width", "height"), [(20_000, 20_000), (12_500, 8_001)])
+def test_too_many_pixels_are_refused_before_they_are_read(
+    tmp_path: Path, width: int, height: int
+) -> None:
+    (tmp_path / "a.png").write_bytes(_png(width, height, color=2, bits=8, rows=b""))
+    with pytest.raises(DataError, match=r"pixels; shrink it"):
+        data.decode_image(tmp_path / "a.png")
+
+
+def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        data.decode_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("size", "inner"),
+    [
+        ((100, 100), (0, 0, 32, 32)),
+        ((100, 50), (0, 8, 32, 24)),
+        ((50, 100), (8, 0, 24, 32)),
+        ((8, 8), (0, 0, 32, 32)),
+        ((4, 2), (0, 8, 32, 24)),
+        ((1, 1), (0, 0, 32, 32)),
+        ((5000, 1), (0, 15, 32, 16)),
+    ],
+)
+def test_thumbnail_shows_the_whole_picture_centred_on_white(
+    size: tuple[int, int], inner: tuple[int, int, int, int]
+) -> None:
+    tile = data.thumbnail(Image.new("RGB", size, (10, 20, 30)), 32)
+    expected = np.full((32, 32, 3), 255, np.uint8)
+    left, top, right, bottom = inner
+    expected[top:bottom, left:right] = (10, 20, 30)
+    assert tile.dtype == np.uint8
+    assert np.array_equal(tile, expected)
+
+
+def test_thumbnail_averages_when_it_shrinks_and_repeats_when_it_grows() -> None:
+    board = np.indices((64, 64)).sum(axis=0) % 2 * 255
+    small = data.thumbnail(Image.fromarray(board.astype(np.uint8)).convert("RGB"), 32)
+    assert set(np.unique(small)) <= {127, 128}
+    grown = data.thumbnail(PICTURE.crop((0, 0, 2, 2)), 4)
+    assert np.array_equal(grown, np.kron(RGB[:2, :2], np.ones((2, 2, 1))))
+
+
+# --------------------------------------------------------------------------- folders
+
+
+def _put(root: Path, *names: str) -> None:
+    """A picture under each name; its red value is the number of the name."""
+    for number, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (2, 2), (number, 0, 0)).save(path, format="PNG")
+
+
+def _labels(source: data.Source) -> list[str | None]:
+    assert source.labels is not None
+    return [source.label_names[i] if i >= 0 else None for i in source.labels]
+
+
+def test_folder_is_read_recursively_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    names = ["b/2.png", "a.b.c.png", "b/1.png", "b/deep/er/3.png", "A.png", "b.png"]
+    _put(tmp_path, *names)
+    source = data.folder(str(tmp_path))
+    assert list(source.ids) == sorted(names)
+    assert len(source) == 6
+    assert [source.read(i).getpixel((0, 0))[0] for i in range(6)] == [
+        names.index(name) for name in sorted(names)
+    ]
+    assert source.name == tmp_path.name
+
+
+def test_first_level_of_folders_gives_the_labels(tmp_path: Path) -> None:
+    _put(tmp_path, "cat/1.png", "cat/old/2.png", "dog/1.png", "loose.png")
+    source = data.folder(str(tmp_path))
+    assert list(source.ids) == ["cat/1.png", "cat/old/2.png", "dog/1.png", "loose.png"]
+    assert _labels(source) == ["cat", "cat", "dog", None]
+    assert source.labels is not None
+    assert source.labels.dtype == np.int32
+    assert source.notes == (f"{tmp_path}: 4 pictures, 2 classes, 1 outside any class",)
+
+
+def test_flat_folder_has_no_labels_and_labels_can_be_left_out(tmp_path: Path) -> None:
+    _put(tmp_path / "flat", "1.png", "2.png")
+    _put(tmp_path / "classes", "a/1.png", "b/2.png")
+    flat = data.folder(str(tmp_path / "flat"))
+    bare = data.folder(str(tmp_path / "classes"), labels="none")
+    for source in (flat, bare):
+        assert source.labels is None
+        assert list(source.label_names) == []
+        assert "no classes" in source.notes[0]
+
+
+def test_suffixes_count_in_any_case_and_other_files_are_passed_over_and_counted(
+    tmp_path: Path,
+) -> None:
+    _put(tmp_path, "a.PNG", "b.Jpeg", "c.webp", "d.TIFF", ".hidden.png", ".git/e.png")
+    for name in ("notes.txt", "more.txt", "README", "table.csv", "odd.", "x.svg"):
+        (tmp_path / name).write_text("x")
+    source = data.folder(str(tmp_path))
+    assert list(source.ids) == ["a.PNG", "b.Jpeg", "c.webp", "d.TIFF"]
+    assert source.notes[1] == (
+        "passed over: 1 .csv, 1 .svg, 2 .txt, 2 files without suffix, 1 hidden files, "
+        "1 hidden folders"
+    )
+
+
+def test_note_of_many_kinds_stays_one_short_line(tmp_path: Path) -> None:
+    _put(tmp_path, "a.png")
+    for number in range(200):
+        (tmp_path / f"x.{number:03d}").touch()
+    (tmp_path / "y.b\nc").touch()
+    (tmp_path / "z.b\nc").touch()
+    (_, note) = data.folder(str(tmp_path)).notes
+    assert len(note.splitlines()) == 1
+    assert len(note) < 200
+    assert r"2 '.b\nc'" in note
+    assert note.endswith("193 of other kinds")
+
+
+def test_links_to_pictures_are_followed_and_linked_folders_are_not(tmp_path: Path) -> None:
+    _put(tmp_path / "elsewhere", "x.png")
+    root = tmp_path / "root"
+    _put(root, "a.png")
+    (root / "link.png").symlink_to(tmp_path / "elsewhere" / "x.png")
+    (root / "gone.png").symlink_to(tmp_path / "nothing.png")
+    (root / "folder").symlink_to(tmp_path / "elsewhere")
+    (root / "loop").symlink_to(root)
+    source = data.folder(str(root))
+    assert list(source.ids) == ["a.png", "gone.png", "link.png"]
+    assert source.notes[1] == "passed over: 2 linked folders"
+    assert source.read(2).size == (2, 2)
+    with pytest.raises(FileNotFoundError):
+        source.read(1)
+
+
+def test_pipe_named_as_a_picture_is_passed_over(tmp_path: Path) -> None:
+    _put(tmp_path, "a.png")
+    os.mkfifo(tmp_path / "b.png")
+    source = data.folder(str(tmp_path))
+    assert list(source.ids) == ["a.png"]
+    assert source.notes[1] == "passed over: 1 pipes and devices"
+
+
+@linux
+def test_any_file_name_is_an_id_and_leads_back_to_its_file(tmp_path: Path) -> None:
+    name = "Zoë"
+    composed, parted = (unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+    assert composed != parted
+    names = [
+        f"{composed}.png",
+        f"{parted}.png",
+        "with space.png",
+        "line\nbreak.png",
+        "'single' \"double\".png",
+        "tab\t.png",
+        "back\\slash.png",
+        "😀.png",
+        os.fsdecode(b"latin-\xe9.png"),
+        "a=b,c;{d}[e].png",
+        "…/…\u200b.png",
+    ]
+    _put(tmp_path, *names)
+    source = data.folder(str(tmp_path))
+    assert list(source.ids) == sorted(names)
+    for i, sample_id in enumerate(source.ids):
+        assert source.read(i).getpixel((0, 0))[0] == names.index(sample_id)
+    assert len(source.fingerprint) == 64
+
+
+def test_same_name_in_two_folders_is_two_ids(tmp_path: Path) -> None:
+    _put(tmp_path, "a/1.png", "b/1.png")
+    assert list(data.folder(str(tmp_path)).ids) == ["a/1.png", "b/1.png"]
+
+
+@pytest.mark.parametrize("name", ["embeddings.h5", "embeddings.h5.partial"])
+def test_output_of_embedx_inside_the_folder_is_not_data(tmp_path: Path, name: str) -> None:
+    _put(tmp_path, "a.png", "outputs/run/map-umap.png", "outputs/run/projector/sprite.png")
+    (tmp_path / "outputs/run" / name).touch()
+    source = data.folder(str(tmp_path))
+    assert list(source.ids) == ["a.png"]
+    assert source.notes[1] == "passed over: 1 folders of embedx output"
+
+
+def test_folder_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "a.txt").touch()
+    for root, why in (
+        (tmp_path / "nothing", "is not there; name a folder of pictures"),
+        (others / "a.txt", "is not a folder; name a folder of pictures"),
+        (empty, "holds no picture (it is empty)"),
+        (others, "holds no picture (1 .txt)"),
+    ):
+        with pytest.raises(DataError) as caught:
+            data.folder(str(root))
+        assert str(caught.value).startswith(f"data.root {root} {why}")
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may read anything")
+def test_folder_without_rights_is_told_and_not_passed_over(tmp_path: Path) -> None:
+    _put(tmp_path, "a.png", "closed/b.png")
+    (tmp_path / "closed").chmod(0)
+    try:
+        with pytest.raises(DataError, match="check its rights"):
+            data.folder(str(tmp_path))
+    finally:
+        (tmp_path / "closed").chmod(0o755)
+
+
+def test_home_is_expanded_in_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _put(tmp_path / "pictures", "a.png")
+    assert list(data.folder("~/pictures").ids) == ["a.png"]
+
+
+def test_fingerprint_changes_with_the_files_and_only_with_them(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    _put(root, "a.png", "b/c.png")
+
+    def now(**options: Any) -> str:
+        return data.folder(str(root), **options).fingerprint
+
+    first = now()
+    assert now() == first
+    (root / "notes.txt").touch()
+    assert now() == first
+    root.rename(tmp_path / "moved")
+    assert data.folder(str(tmp_path / "moved")).fingerprint == first
+    (tmp_path / "moved").rename(root)
+    _put(root, "d.png")
+    added = now()
+    assert added != first
+    assert now(limit=2) == first  # the new one comes last
+    (root / "d.png").unlink()
+    assert now() == first
+    about = (root / "a.png").stat()
+    os.utime(root / "a.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    touched = now()
+    assert touched != first
+    with (root / "a.png").open("ab") as file:
+        file.write(b"x")
+    os.utime(root / "a.png", ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert len({first, touched, now()}) == 3
+    (root / "b/c.png").rename(root / "b/e.png")
+    assert len({first, touched, now()}) == 3
+
+
+def test_limit_takes_the_first_and_says_so(tmp_path: Path) -> None:
+    _put(tmp_path, "b/1.png", "a/1.png", "a/2.png")
+    source = data.folder(str(tmp_path), limit=2)
+    assert list(source.ids) == ["a/1.png", "a/2.png"]
+    assert list(source.label_names) == ["a"]
+    assert source.notes[0].endswith("2 pictures, 1 classes, the first of 3")
+    assert len(data.folder(str(tmp_path), limit=9)) == 3
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_limit_below_one_is_refused(tmp_path: Path, limit: int) -> None:
+    _put(tmp_path, "a.png")
+    for make in (data.digits, lambda **options: data.folder(str(tmp_path), **options)):
+        with pytest.raises(ConfigError, match=f"limit must be at least 1, not {limit}"):
+            make(limit=limit)
+
+
+def test_folder_source_travels_to_a_worker_process(tmp_path: Path) -> None:
+    import pickle
+
+    _put(tmp_path, "a.png", "b.png")
+    there = pickle.loads(pickle.dumps(data.folder(str(tmp_path))))
+    assert there.read(1).getpixel((0, 0)) == (1, 0, 0)
+
+
+# --------------------------------------------------------------------------- in memory
+
+
+def test_digits_are_the_pictures_and_labels_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    source = data.digits()
+    assert (len(source), len(set(source.ids))) == (1797, 1797)
+    assert _labels(source) == [str(target) for target in loaded.target]
+    for i in (0, 1000, 1796):
+        image = source.read(i)
+        assert image.mode == "RGB"
+        assert np.abs(np.asarray(image)[..., 0] - loaded.images[i] * 255 / 16).max() <= 0.5
+    assert data.digits(limit=10).fingerprint != source.fingerprint
+    assert list(data.digits(limit=10).ids) == list(source.ids)[:10]
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "grad", "bfloat16", "list"])
+def test_rows_of_an_array_tensor_or_list_are_the_samples(kind: str) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    items: Any = {
+        "array": values,
+        "tensor": torch.tensor(values),
+        "grad": torch.tensor(values, requires_grad=True),
+        "bfloat16": torch.tensor(values, dtype=torch.bfloat16),
+        "list": [torch.tensor(row) for row in values],
+    }[kind]
+    source = data.in_memory(items)
+    assert list(source.ids) == ["0", "1", "2", "3"]
+    assert source.labels is None
+    assert [torch.as_tensor(source.read(i)).tolist() for i in range(4)] == values.tolist()
+
+
+def test_fingerprint_of_an_array_is_that_of_its_values_type_and_shape() -> None:
+    values = np.zeros((4, 2, 3), np.float32)
+    same = [values, values.copy(), np.asfortranarray(values), torch.zeros(4, 2, 3)]
+    assert len({data.in_memory(items).fingerprint for items in same}) == 1
+    edited = values.copy()
+    edited[-1, -1, -1] = 1
+    others = [edited, values.reshape(4, 3, 2), values.astype(np.int32), values[:3]]
+    assert len({data.in_memory(items).fingerprint for items in [values, *others]}) == 5
+
+
+def test_labels_of_any_kind_that_sorts_become_classes() -> None:
+    x = np.zeros((4, 2))
+    for labels, names in (
+        (["b", "a", "b", "c"], ["a", "b", "c"]),
+        ([30, 7, 30, 100], ["7", "30", "100"]),
+        (np.array([False, True, True, False]), ["False", "True"]),
+        (torch.tensor([1, 0, 1, 1]), ["0", "1"]),
+    ):
+        source = data.in_memory(x, labels=labels)
+        assert list(source.label_names) == names
+        assert _labels(source) == [str(label) for label in np.asarray(labels).tolist()]
+    assert source.notes == ("ndarray: 4 samples, 2 classes",)
+
+
+class _Dataset(torch.utils.data.Dataset[Any]):
+    def __init__(self, items: list[Any], **attributes: Any) -> None:
+        self.items = items
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.items[i]
+
+
+def test_dataset_gives_inputs_targets_and_names_of_classes() -> None:
+    pairs = [(torch.full((2,), float(i)), i % 2) for i in range(4)]
+    for targets in ([0, 1, 0, 1], torch.tensor([0, 1, 0, 1])):
+        source = data.in_memory(_Dataset(pairs, targets=targets, classes=["cat", "dog"]))
+        assert _labels(source) == ["cat", "dog", "cat", "dog"]
+        assert source.read(3).tolist() == [3.0, 3.0]
+    without = data.in_memory(_Dataset(pairs))
+    assert without.labels is None
+    assert without.notes == ("_dataset: 4 samples, no classes",)
+
+
+def test_names_of_classes_are_not_put_on_labels_of_another_kind() -> None:
+    dataset = _Dataset([torch.zeros(1)] * 3, targets=[0, 1, 0], classes=["cat", "dog"])
+    assert list(data.in_memory(dataset, labels=[5, 0, 1]).label_names) == ["0", "1", "5"]
+    odd = _Dataset([torch.zeros(1)] * 3, targets=[-1, 0, 1], classes=["cat", "dog"])
+    assert list(data.in_memory(odd).label_names) == ["-1", "0", "1"]
+
+
+def test_pictures_of_a_dataset_come_out_upright_and_rgb() -> None:
+    grey = Image.fromarray(np.array([[0, 200]], np.uint8))
+    source = data.in_memory(_Dataset([(grey, 0), (Image.new("RGBA", (2, 1)), 0)]))
+    assert np.asarray(source.read(0)).tolist() == [[[0] * 3, [200] * 3]]
+    assert np.asarray(source.read(1)).tolist() == [[[255] * 3] * 2]
+
+
+def test_fingerprint_of_a_dataset_repeats_and_tells_items_apart() -> None:
+    def of(*items: Any) -> str:
+        return data.in_memory(_Dataset(list(items))).fingerprint
+
+    image = Image.new("RGB", (2, 2))
+    assert of(torch.zeros(2), image) == of(torch.zeros(2), image.copy())
+    assert of({"x": object()}) == of({"x": object()})  # no address of memory enters
+    assert of(torch.zeros(2, dtype=torch.bfloat16)) == of(torch.zeros(2, dtype=torch.bfloat16))
+    kinds = [torch.zeros(2), torch.ones(2), torch.zeros(3), image, "text", "other", 1, 2]
+    assert len({of(kind) for kind in kinds}) == len(kinds)
+
+    class Broken(_Dataset):
+        def __getitem__(self, i: int) -> Any:
+            raise OSError("no such item")
+
+    broken = data.in_memory(Broken([1, 2]))
+    assert len(broken) == 2
+    with pytest.raises(OSError, match="no such item"):
+        broken.read(0)
+
+
+def test_data_in_memory_that_cannot_be_used_is_told_in_one_line() -> None:
+    x = np.zeros((3, 2))
+    for make, why in (
+        (lambda: data.in_memory(iter([1])), "data is a list_iterator; give a folder"),
+        (lambda: data.in_memory(7), "data is a int; give a folder"),
+        (lambda: data.in_memory(np.float32(7)), "data is "),
+        (lambda: data.in_memory(np.array(7)), "data is a single number"),
+        (lambda: data.in_memory([]), "data is empty"),
+        (lambda: data.in_memory(x[:0]), "data is empty"),
+        (lambda: data.in_memory(x, labels=[1]), "data has 3 samples and 1 labels"),
+        (lambda: data.in_memory(x, ids=["a"]), "data has 3 samples and 1 ids"),
+        (lambda: data.in_memory(x, ids=["a", "b", "a"]), "the id 'a' is given 2 times"),
+        (lambda: data.in_memory(x, labels=["a", None, 1]), "the labels are of kinds that do not"),
+        (lambda: data.in_memory(x, labels=x), "labels have shape (3, 2)"),
+    ):
+        with pytest.raises(DataError) as caught:
+            make()
+        assert str(caught.value).startswith(why)
+        assert len(str(caught.value).splitlines()) == 1

@@ -1,0 +1,306 @@
+"""Capture points: copies of what plain forward passes give, and a model left as it was."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import embedx
+from embedx import hooks
+from embedx.errors import LayerError
+from embedx.hooks import Point, parse_point, resolve_points
+
+
+def n_hooks(module: nn.Module) -> int:
+    return sum(
+        len(getattr(child, name))
+        for child in module.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    )
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, 2),
+    ).eval()
+
+
+@given(
+    layer=st.from_regex(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+){0,3}", fullmatch=True),
+    call=st.none() | st.integers(0, 20),
+    what=st.sampled_from(["output", "input"]),
+    path=st.lists(st.from_regex(r"[a-z0-9_]+", fullmatch=True), max_size=3),
+)
+def test_a_point_is_read_from_its_own_name(
+    layer: str, call: int | None, what: str, path: list[str]
+) -> None:
+    point = Point(layer, call, what, tuple(path))
+    assert parse_point(point.name) == point
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a@x", "not of the form"),
+        ("", "not of the form"),
+        (":input", "not of the form"),
+        ("a:outptu", "'outptu' cannot be captured; choose one of output, input"),
+        (1.1, r"layer 1.1 is a number; quote it: layers=\"\['1.1'\]\""),
+    ],
+)
+def test_a_malformed_point_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(LayerError, match=message):
+        parse_point(text)
+
+
+def test_captured_output_equals_the_output_computed_without_hooks() -> None:
+    model, x = small(), torch.randn(2, 3, 8, 8)
+    with embedx.capture(model, ["0", "2", "4:input"]) as got:
+        model(x)
+        torch.testing.assert_close(got["0"], model[0](x), rtol=0, atol=0)
+        torch.testing.assert_close(got["2"], model[:3](x), rtol=0, atol=0)
+        torch.testing.assert_close(got["4:input"], model[:4](x), rtol=0, atol=0)
+        assert list(got) == ["0", "2", "4:input"]
+
+
+def test_a_layer_that_works_in_place_does_not_change_what_was_captured_before_it() -> None:
+    model, x = small(), torch.randn(2, 3, 8, 8)
+    with embedx.capture(model, ["0", "1:input"]) as got:
+        model(x)
+        assert (got["0"] < 0).any()
+        assert (got["1:input"] < 0).any()
+
+
+class Reuses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.relu, self.unused = nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.a(self.relu(x)))
+
+
+def test_a_layer_that_runs_twice_needs_its_call_and_gives_each() -> None:
+    model, x = Reuses().eval(), torch.randn(2, 3)
+    with embedx.capture(model, ["relu", "relu@0", "relu@1", "relu@2", "a"]) as got:
+        model(x)
+        with pytest.raises(LayerError, match="relu ran 2 times in one pass; .* relu@0 or relu@1"):
+            got["relu"]
+        torch.testing.assert_close(got["relu@0"], x.relu())
+        torch.testing.assert_close(got["relu@1"], model.a(x.relu()).relu())
+        with pytest.raises(LayerError, match=r"relu@2: relu ran 2 time\(s\)"):
+            got["relu@2"]
+        model(x)
+        assert got["a"].shape == (2, 3)  # a second pass begins its count anew
+
+
+def test_a_layer_that_does_not_run_is_an_error_that_names_it() -> None:
+    with embedx.capture(Reuses(), "unused") as got, pytest.raises(LayerError, match="unused did"):
+        got["unused"]
+
+
+def test_what_was_captured_in_an_earlier_pass_is_not_given_again() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, *, use_a: bool) -> Tensor:
+            return self.a(x) if use_a else self.b(x)
+
+    model, x = Branches(), torch.zeros(1, 2)
+    with embedx.capture(model, "a") as got:
+        model(x, use_a=True)
+        assert got["a"].shape == (1, 2)
+        model(x, use_a=False)
+        with pytest.raises(LayerError, match="a did not fire in this pass"):
+            got["a"]
+
+
+@dataclass
+class Answer:
+    hidden: Tensor
+    extra: None = None
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Structured(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = Inner(kind)
+
+    def forward(self, x: Tensor) -> object:
+        return self.inner(x, mask=x + 1)
+
+
+class Inner(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> object:
+        kinds = {
+            "tuple": (x * 2, x * 3),
+            "dict": {"hidden": x * 2, "deep": [x, x * 5]},
+            "dataclass": Answer(x * 2),
+            "namedtuple": Pair(x * 2, x * 3),
+            "none": None,
+        }
+        return kinds[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "point", "factor"),
+    [
+        ("tuple", "inner:output.1", 3),
+        ("dict", "inner:output.hidden", 2),
+        ("dict", "inner:output.deep.1", 5),
+        ("dataclass", "inner:output.hidden", 2),
+        ("namedtuple", "inner:output.second", 3),
+        ("namedtuple", "inner:output.0", 2),
+    ],
+)
+def test_a_path_reaches_into_a_structured_output(kind: str, point: str, factor: int) -> None:
+    model, x = Structured(kind), torch.ones(1, 2)
+    with embedx.capture(model, point) as got:
+        model(x)
+        torch.testing.assert_close(got[point], x * factor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "point", "message"),
+    [
+        ("tuple", "inner", "inner is a tuple, not a tensor; .* inner:output.0, inner:output.1"),
+        ("dict", "inner", "is a dict, not a tensor; .*: inner:output.hidden, inner:output.deep"),
+        ("dict", "inner:output.deep", "inner:output.deep.0, inner:output.deep.1"),
+        ("dataclass", "inner", "is a Answer.*inner:output.hidden, inner:output.extra"),
+        ("none", "inner", "is a NoneType, not a tensor"),
+        ("tuple", "inner:output.7", "is a tuple without '7'; it has: 0, 1"),
+        ("tuple", "inner:input.9", "no input 9; choose from: inner:input.0, inner:input.mask"),
+    ],
+)
+def test_a_wrong_path_names_the_type_and_the_keys(kind: str, point: str, message: str) -> None:
+    model = Structured(kind)
+    with embedx.capture(model, point), pytest.raises(LayerError, match=message):
+        model(torch.ones(1, 2))
+    assert n_hooks(model) == 0
+
+
+def test_inputs_are_seen_by_position_and_by_keyword() -> None:
+    model, x = Structured("tuple"), torch.ones(1, 2)
+    with embedx.capture(model, ["inner:input", "inner:input.0", "inner:input.mask"]) as got:
+        model(x)
+        torch.testing.assert_close(got["inner:input"], x)
+        torch.testing.assert_close(got["inner:input.0"], x)
+        torch.testing.assert_close(got["inner:input.mask"], x + 1)
+
+
+def test_fused_attention_is_taken_apart_while_capturing_and_restored() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(1, 3, 8)
+    before = torch.backends.mha.get_fastpath_enabled()
+    with torch.inference_mode(), embedx.capture(layer, "linear1") as got:
+        layer(x)
+        assert got["linear1"].shape == (1, 3, 16)
+    assert torch.backends.mha.get_fastpath_enabled() == before is True
+
+
+def test_attention_projection_that_never_fires_is_an_error_with_a_hint() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 3, 8)
+    with embedx.capture(attention, "out_proj") as got:
+        attention(x, x, x)
+        with pytest.raises(LayerError, match="out_proj did not fire in this pass: .*fused"):
+            got["out_proj"]
+
+
+def test_hooks_are_gone_after_an_error_in_the_pass_and_after_a_wrong_name() -> None:
+    model = small()
+    with pytest.raises(LayerError, match="no layer 'nope'"):
+        embedx.capture(model, ["0", "nope"])
+    assert n_hooks(model) == 0
+    with embedx.capture(model, "0"):
+        assert n_hooks(model) > 0
+        with pytest.raises(RuntimeError):
+            model(torch.zeros(1, 1, 1, 1))
+    assert n_hooks(model) == 0
+
+
+def test_remove_may_be_called_in_place_of_a_with_block_and_again() -> None:
+    model = small()
+    got = embedx.capture(model, "0").__enter__()
+    model(torch.randn(1, 3, 8, 8))
+    got.remove()
+    got.remove()
+    assert n_hooks(model) == 0
+    assert got["0"].shape == (1, 4, 6, 6)
+
+
+def test_names_globs_and_lists_resolve_in_order_and_once() -> None:
+    model = nn.Sequential()
+    model.add_module("1", nn.Sequential())
+    model[0].add_module("10", nn.Linear(2, 2))
+    model[0].add_module("2", nn.Linear(2, 2))
+    assert [p.name for p in resolve_points(model, "1.10")] == ["1.10"]
+    assert [p.name for p in resolve_points(model, "1.*")] == ["1.10", "1.2"]
+    assert [p.name for p in resolve_points(model, ["1.2", "1.*:input"])] == [
+        "1.2",
+        "1.10:input",
+        "1.2:input",
+    ]
+    assert [p.name for p in resolve_points(model, ["1.2", "1.2"])] == ["1.2"]
+    assert [p.name for p in resolve_points(model, "penultimate")] == ["1.2:input"]
+    assert [p.name for p in resolve_points(model, "penultimate", penultimate="1.10")] == ["1.10"]
+
+
+def test_a_wrong_name_lists_the_nearest() -> None:
+    with pytest.raises(
+        LayerError,
+        match=r"Sequential has no layer '5'; the nearest of its 5 layers are .*; list them with: "
+        r"python -m embedx layers model=tiny",
+    ):
+        resolve_points(small(), "5", title="tiny")
+
+
+def test_a_model_without_a_head_has_no_penultimate_layer() -> None:
+    with pytest.raises(LayerError, match="has no Linear or 1x1 Conv2d head"):
+        resolve_points(nn.Sequential(nn.ReLU()), "penultimate")
+
+
+def test_layer_table_counts_shared_parameters_once_and_leaves_the_model_as_it_was() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+            self.b = nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+            self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.norm(self.b(self.a(x))))
+
+    model = Tied().train()
+    model.norm.eval()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    modes = [child.training for child in model.modules()]
+    random = torch.get_rng_state()
+    table = hooks.layer_table(model, torch.randn(1, 3, generator=torch.Generator()))
+    assert sum(row.n_parameters for row in table) == sum(p.numel() for p in model.parameters())
+    assert {row.name: row.calls for row in table} == dict.fromkeys(
+        ["", "a", "b", "norm", "drop"], 1
+    )
+    assert [row.name for row in table if row.penultimate] == ["b"]
+    assert [child.training for child in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert n_hooks(model) == 0
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key])

@@ -1,0 +1,501 @@
+"""The files: rows read back as written, whatever stops the writer; foreign files are refused."""
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedx import store
+from embedx.errors import StoreError
+from embedx.store import DiskIO, Field, Status
+
+N_ROWS = 23
+WIDTH = 5
+
+
+def fields() -> list[Field]:
+    return [
+        store.embeddings_field(
+            "layer/a.b", n_features=WIDTH, dtype=np.dtype("f4"), attrs={"layer": "layer/a.b"}
+        ),
+        Field("outputs/predicted", (), np.dtype("i4")),
+        Field("thumbnails", (2, 2, 3), np.dtype("u1")),
+    ]
+
+
+def all_rows(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    names = [field.name for field in fields()]
+    return {
+        names[0]: rng.standard_normal((N_ROWS, WIDTH)).astype("f4"),
+        names[1]: rng.integers(0, 9, N_ROWS, dtype="i4"),
+        names[2]: rng.integers(0, 255, (N_ROWS, 2, 2, 3), dtype="u1"),
+    }
+
+
+def create(path: Path, disk: DiskIO | None = None) -> store.Writer:
+    return store.create(
+        path,
+        ids=[f"ïd {i}\n" for i in range(N_ROWS)],
+        fields=fields(),
+        attrs={"id": "0123", "model": "m"},
+        labels=np.arange(N_ROWS) % 3 - 1,
+        label_names=["a", "ü"],
+        metadata={"size": np.arange(N_ROWS) * 0.5, "note": [f"n{i}" for i in range(N_ROWS)]},
+        disk=disk or DiskIO(),
+    )
+
+
+def append(writer: store.Writer, start: int, stop: int, bad: frozenset[int] = frozenset()) -> None:
+    rows = {name: array[start:stop] for name, array in all_rows().items()}
+    status = [Status.FAILED if i in bad else Status.OK for i in range(start, stop)]
+    reasons = {i: (f"id {i}", "broken") for i in range(start, stop) if i in bad}
+    writer.append(rows, status=np.array(status), reasons=reasons)
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def finished(path: Path) -> Path:
+    writer = create(path)
+    append(writer, 0, N_ROWS)
+    return writer.finish()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.sets(st.integers(1, N_ROWS - 1)),
+    commits=st.sets(st.integers(1, N_ROWS - 1)),
+    reopened=st.sets(st.integers(1, N_ROWS - 1)),
+    bad=st.frozensets(st.integers(0, N_ROWS - 1)),
+)
+def test_rows_read_back_the_same_however_they_were_batched_committed_and_interrupted(
+    tmp_path_factory: pytest.TempPathFactory,
+    cuts: set[int],
+    commits: set[int],
+    reopened: set[int],
+    bad: frozenset[int],
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    path = folder / "embeddings.h5"
+    writer = create(path)
+    stops = sorted(cuts | commits | reopened | {N_ROWS})
+    for start, stop in zip([0, *stops[:-1]], stops, strict=True):
+        append(writer, start, stop, bad)
+        if stop in commits or stop in reopened:
+            writer.commit()
+            assert writer.rows_done == stop
+        if stop in reopened:
+            writer.close()
+            again = store.resume(path, expected={"id": "0123"})
+            assert again is not None
+            assert again.rows_done == stop
+            writer = again
+    assert writer.n_failed == len(bad)
+    assert writer.finish() == path
+
+    opened = store.open(folder)
+    expected = all_rows()
+    assert opened.complete
+    assert opened.n_rows == N_ROWS
+    assert opened.ids == [f"ïd {i}\n" for i in range(N_ROWS)]
+    np.testing.assert_array_equal(opened.embeddings["layer/a.b"], expected[fields()[0].name])
+    np.testing.assert_array_equal(opened.outputs["predicted"], expected["outputs/predicted"])
+    np.testing.assert_array_equal(opened.thumbnails, expected["thumbnails"])
+    assert opened.labels is not None
+    assert opened.label_texts() == [["", "a", "ü"][i % 3] for i in range(N_ROWS)]
+    np.testing.assert_array_equal(opened.metadata["size"], np.arange(N_ROWS) * 0.5)
+    assert opened.metadata["note"] == [f"n{i}" for i in range(N_ROWS)]
+    assert np.flatnonzero(~opened.ok).tolist() == sorted(bad)
+    assert opened.verify() == []
+    assert [reason["row"] for reason in store.read_reasons(path)] == sorted(bad)
+    assert {file.name for file in folder.iterdir()} <= {"embeddings.h5", "errors.jsonl"}
+
+    one_go = create(folder / "whole" / "embeddings.h5")
+    append(one_go, 0, N_ROWS, bad)
+    assert sha256(one_go.finish()) == sha256(path)
+
+
+def test_a_second_reader_sees_the_same_values(tmp_path: Path) -> None:
+    path = finished(tmp_path / "embeddings.h5")
+    with h5py.File(path) as file:
+        assert file.attrs["format"] == "embedx-embeddings"
+        assert file.attrs["n_rows"] == N_ROWS
+        np.testing.assert_array_equal(
+            file["embeddings/layer%2Fa.b"][()], all_rows()["embeddings/layer%2Fa.b"]
+        )
+        assert file["ids"].asstr()[3] == "ïd 3\n"
+        assert file["label_names"].asstr()[()].tolist() == ["a", "ü"]
+        assert set(file["status"][()]) == {1}
+        for name in ("ids", "status", "row_crc32", "commit", "embeddings/layer%2Fa.b"):
+            assert file[name].chunks is None
+            assert file[name].id.get_offset() % 4096 == 0
+
+
+def test_rows_after_the_last_commit_are_not_claimed(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 7)
+    writer.commit()
+    append(writer, 7, 19)
+    writer.close()
+    partial = store.Embeddings(store.partial_path(path))
+    assert (partial.complete, partial.n_rows, len(partial.ids)) == (False, 7, 7)
+    with pytest.raises(StoreError, match="not finished; go on with the same"):
+        store.open(path)
+
+
+def test_a_torn_newest_record_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 7)
+    writer.commit()
+    append(writer, 7, 19)
+    writer.commit()
+    slot = writer._sequence % 2
+    offset = writer._offsets["commit"] + slot * 4096
+    writer.close()
+    with store.partial_path(path).open("r+b") as file:
+        file.seek(offset + 20)
+        file.write(b"\xff\xff")
+    again = store.resume(path)
+    assert again is not None
+    assert again.rows_done == 7
+    append(again, 7, N_ROWS)
+    again.finish()
+    assert store.open(path).verify() == []
+
+
+class FailingDisk(DiskIO):
+    """Fails, or writes short, at its k-th call."""
+
+    def __init__(self, k: int, code: int) -> None:
+        self.left = k
+        self.code = code
+
+    def _count(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        if self._count():
+            if self.code == 0:
+                return super().pwrite(fd, data[: max(1, len(data) // 2)], offset)
+            raise OSError(self.code, os.strerror(self.code))
+        return super().pwrite(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        if self._count() and self.code:
+            raise OSError(self.code, os.strerror(self.code))
+        super().sync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        if self._count() and self.code:
+            raise OSError(self.code, os.strerror(self.code))
+        super().rename(old, new)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, 0])
+def test_whichever_call_fails_the_next_run_ends_with_the_same_bytes(
+    tmp_path: Path, code: int
+) -> None:
+    wanted = sha256(finished(tmp_path / "whole" / "embeddings.h5"))
+    failures = 0
+    for k in range(1, 60):
+        path = tmp_path / str(k) / "embeddings.h5"
+        disk = FailingDisk(k, code)
+        try:
+            writer = create(path, disk)
+            for start in range(0, N_ROWS, 6):
+                append(writer, start, min(start + 6, N_ROWS))
+                writer.commit()
+            writer.finish()
+        except StoreError:
+            failures += 1
+        if not path.exists():
+            again = store.resume(path) or create(path)
+            append(again, again.rows_done, N_ROWS)
+            again.finish()
+        assert sha256(path) == wanted, k
+        left = {file.name for file in path.parent.iterdir()}
+        assert left == {"embeddings.h5"}, k
+    assert failures > 30 if code else failures == 0
+
+
+WRITER = """
+import sys, numpy as np
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import test_store
+from embedx import store
+path = Path(sys.argv[1])
+store.COMMIT_S = 0.0  # a commit after every append
+writer = store.resume(path) or test_store.create(path)
+for i in range(writer.rows_done, test_store.N_ROWS):
+    test_store.append(writer, i, i + 1)
+    print(writer.rows_done, flush=True)
+writer.finish()
+"""
+
+
+def test_a_killed_writer_loses_no_reported_row_and_ends_with_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    wanted = sha256(finished(tmp_path / "whole" / "embeddings.h5"))
+    path = tmp_path / "killed" / "embeddings.h5"
+    code = WRITER.format(tests=str(Path(__file__).parent))
+    kills = 0
+    while not path.exists():
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        reported = 0
+        for _ in range(5):
+            line = process.stdout.readline()
+            reported = int(line) if line else reported
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        kills += 1
+        if not path.exists():
+            partial = store.Embeddings(store.partial_path(path))
+            assert partial.n_rows >= reported > 0
+            assert partial.verify() == []
+        assert kills < 40
+    assert kills >= 4
+    assert sha256(path) == wanted
+
+
+def test_a_second_writer_is_told_who_writes_and_stops(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    code = WRITER.format(tests=str(Path(__file__).parent)).replace(
+        "writer.finish()", "input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for _ in range(N_ROWS):
+        process.stdout.readline()
+    with pytest.raises(StoreError, match=f"is being written by process {process.pid} on "):
+        store.resume(path)
+    with pytest.raises(StoreError, match="is being written by"):
+        create(path)
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    again = store.resume(path)  # the lock dies with its owner
+    assert again is not None
+    assert again.rows_done == N_ROWS
+    again.close()
+
+
+def test_a_full_disk_shows_before_work_starts_and_leaves_nothing(tmp_path: Path) -> None:
+    class Full(DiskIO):
+        def allocate(self, fd: int, n_bytes: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StoreError, match=r"no disk space for .*: it needs [\d.]+ MB and .* free"):
+        create(tmp_path / "run" / "embeddings.h5", Full())
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_replaced_file_is_old_or_new_but_never_half(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    store.replace_file(path, b"old")
+    for k in range(1, 4):
+        with pytest.raises(StoreError):
+            store.replace_file(path, b"new" * 999, disk=FailingDisk(k, errno.EIO))
+        assert path.read_bytes() == b"old"
+        assert list(tmp_path.iterdir()) == [path]
+    store.replace_file(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_resuming_with_other_settings_is_refused_with_both_values(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    create(path).close()
+    with pytest.raises(StoreError, match="begun with id '0123', and this run has 'other'"):
+        store.resume(path, expected={"id": "other"})
+
+
+def test_texts_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
+    assert store.encode_texts(["ab", "é"], what="the id").tolist() == [b"ab", "é".encode()]
+    assert store.encode_texts(["\udcff"], what="the id").tolist() == [b"\\udcff"]
+    with pytest.raises(StoreError, match="has 1025 bytes, and at most 1024"):
+        store.encode_texts(["x" * 1025], what="the id")
+    with pytest.raises(StoreError, match="holds a NUL"):
+        store.encode_texts(["a\0b"], what="the id")
+
+
+def test_a_flipped_bit_is_found_and_its_row_named(tmp_path: Path) -> None:
+    path = finished(tmp_path / "embeddings.h5")
+    with h5py.File(path) as file:
+        offset = file["embeddings/layer%2Fa.b"].id.get_offset()
+    with path.open("r+b") as file:
+        file.seek(offset + 4 * WIDTH * 4)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    assert store.open(path).verify() == [4]
+    with pytest.raises(StoreError, match="1 of 23 rows do not match their checksum, first row 4"):
+        store.describe(path, verify=True)
+
+
+def hostile(path: Path, change: str) -> None:
+    """Remake a good file with one thing wrong."""
+    good = finished(path.parent / "good" / "embeddings.h5")
+    with h5py.File(good) as source, h5py.File(path, "w") as target:
+        for key, value in source.attrs.items():
+            target.attrs[key] = value
+        for name in ("ids", "status", "row_crc32", "commit", "outputs", "thumbnails"):
+            source.copy(name, target)
+        name = "embeddings/layer%2Fa.b"
+        data = source[name][()]
+        if change == "chunked":
+            target.create_dataset(name, data=data, chunks=True)
+        elif change == "compressed":
+            target.create_dataset(name, data=data, compression="gzip")
+        elif change == "soft link":
+            target["elsewhere"] = data
+            target[name] = h5py.SoftLink("/elsewhere")
+        elif change == "external link":
+            target[name] = h5py.ExternalLink(str(good), name)
+        elif change == "external storage":
+            secret = path.parent / "secret"
+            secret.write_bytes(data.tobytes())
+            target.create_dataset(
+                name, shape=data.shape, dtype="f4", external=[(str(secret), 0, data.nbytes)]
+            )
+        elif change == "virtual":
+            layout = h5py.VirtualLayout(data.shape, "f4")
+            layout[:, 0] = h5py.VirtualSource(good, "outputs/predicted", (N_ROWS,))
+            target.create_virtual_dataset(name, layout)
+        elif change == "huge":
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
+            space = h5py.h5s.create_simple((N_ROWS, 10**11))
+            group = target.create_group("embeddings")
+            h5py.h5d.create(group.id, b"layer%2Fa.b", h5py.h5t.NATIVE_FLOAT, space, dcpl=plist)
+        elif change == "objects":
+            target.create_dataset(name, data=["x"] * N_ROWS, dtype=h5py.string_dtype())
+        elif change == "short":
+            target[name] = data[:-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "chunked",
+        "compressed",
+        "soft link",
+        "external link",
+        "external storage",
+        "virtual",
+        "huge",
+        "objects",
+        "short",
+        "missing",
+    ],
+)
+def test_a_file_that_is_not_laid_out_as_ours_is_refused_in_one_line(
+    tmp_path: Path, change: str
+) -> None:
+    path = tmp_path / "hostile.h5"
+    hostile(path, change)
+    with pytest.raises(StoreError) as caught:
+        store.open(path)
+    assert "\n" not in str(caught.value)
+    assert "hostile.h5" in str(caught.value)
+
+
+def test_files_of_something_else_are_said_to_be_so(tmp_path: Path) -> None:
+    text = tmp_path / "text.h5"
+    text.write_text("hello")
+    other = tmp_path / "other.h5"
+    with h5py.File(other, "w") as file:
+        file["x"] = [1]
+    good = finished(tmp_path / "embeddings.h5")
+    cut = tmp_path / "cut.h5"
+    cut.write_bytes(good.read_bytes()[:5000])
+    newer = tmp_path / "newer.h5"
+    newer.write_bytes(good.read_bytes())
+    with h5py.File(newer, "r+") as file:
+        file.attrs["version"] = 99
+    for path, words in [
+        (text, "is not an HDF5 file"),
+        (other, "is not an embedx-embeddings file"),
+        (cut, "may be truncated"),
+        (newer, "has format version 99, and this embedx reads version 1"),
+        (tmp_path / "none.h5", "there is no"),
+    ]:
+        with pytest.raises(StoreError, match=words) as caught:
+            store.open(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(StoreError, match="not an embedx-projection file"):
+        store.open_projection(good)
+
+
+def test_a_projection_reads_back_as_written(tmp_path: Path) -> None:
+    coords = np.array([[1, 2], [np.nan, np.nan], [3, 4]], dtype="f4")
+    path = store.write_projection(
+        tmp_path / "projections" / "pca-123456.h5",
+        coords=coords,
+        ids=["a", "b", "ç"],
+        attrs={"id": "x", "method": "pca", "seed": 0},
+        state={"mean": np.arange(3.0)},
+    )
+    opened = store.open_projection(path)
+    np.testing.assert_array_equal(opened.coords, coords)
+    assert opened.ids == ["a", "b", "ç"]
+    assert (opened.name, opened.attrs["method"]) == ("pca-123456", "pca")
+    np.testing.assert_array_equal(opened.state["mean"], np.arange(3.0))
+    before = path.read_bytes()
+    time.sleep(1.1)  # HDF5 stores times in seconds, where it stores them
+    store.write_projection(
+        path,
+        coords=coords,
+        ids=["a", "b", "ç"],
+        attrs={"id": "x", "method": "pca", "seed": 0},
+        state={"mean": np.arange(3.0)},
+    )
+    assert path.read_bytes() == before
+
+
+def test_a_reader_is_never_blocked_while_rows_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    for start in range(N_ROWS):
+        append(writer, start, start + 1)
+        writer.commit()
+        reader = store.Embeddings(store.partial_path(path))
+        assert reader.n_rows == start + 1
+        assert reader.verify() == []
+    writer.finish()
+
+
+def test_pandas_gets_one_row_a_sample(tmp_path: Path) -> None:
+    frame = store.open(finished(tmp_path / "embeddings.h5")).to_pandas()
+    assert frame.index[2] == "ïd 2\n"
+    assert frame["label"].tolist()[:3] == ["", "a", "ü"]
+    np.testing.assert_array_equal(
+        frame[[f"layer/a.b[{i}]" for i in range(WIDTH)]].to_numpy("f4"),
+        all_rows()["embeddings/layer%2Fa.b"],
+    )
