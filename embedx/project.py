@@ -139,20 +139,27 @@ def tsne(
         knn_index=neighbors, perplexity=used, random_state=random_state
     )
     # The tree of Barnes-Hut holds any number of dimensions; the grid of FFT only two, and it pays
-    # from some thousands of rows.
+    # from some thousands of rows. So do threads: before, they wait for each other at every step,
+    # on a busy machine many times as long as one alone would take.
+    is_large = n > 5000
+    threads = _cpus() if is_large else 1
     fit = openTSNE.TSNE(
         n_components=n_components,
         perplexity=used,
         early_exaggeration=early_exaggeration,
         n_iter=n_iter,
         initialization=_small_start(x, n_components, random_state),
-        negative_gradient_method="fft" if n_components == 2 and n > 5000 else "bh",
-        n_jobs=os.cpu_count() or 1,
+        negative_gradient_method="fft" if n_components == 2 and is_large else "bh",
+        n_jobs=threads,
         random_state=random_state,
     ).fit(affinities=affinities)
     return Result(
         coords=np.asarray(fit),
-        used={"perplexity": used, "kl_divergence": float(fit.kl_divergence)},
+        used={
+            "perplexity": used,
+            "kl_divergence": float(fit.kl_divergence),
+            "threads": threads,
+        },
     )
 
 
@@ -226,6 +233,13 @@ def umap(
     )
     coords = fit.fit_transform(x)
     return Result(coords=np.asarray(coords), used={"n_neighbors": k})
+
+
+def _cpus() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _clamp(name: str, value: Any, *, most: Any) -> Any:
@@ -354,6 +368,7 @@ def project(
     coords = np.full((opened.n_rows, placed_at.shape[1]), np.nan, np.float32)
     coords[ok] = placed_at
     attrs: dict[str, Any] = {
+        "threads": _cpus(),
         **{key: _attr(value) for key, value in {**parameters, **result.used}.items()},
         "id": projection_id,
         "parent": opened.attrs["id"],
@@ -362,7 +377,6 @@ def project(
         "method": name,
         "layer": point,
         "seed": parameters.get("random_state", 0),
-        "threads": os.cpu_count() or 1,
     }
     if not placed.all():
         log.info("%s rows could not be placed and are absent from the map", int((~placed).sum()))

@@ -1,5 +1,6 @@
 """What several test modules share."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -44,10 +45,14 @@ def embedx_here(
 
         monkeypatch.setattr(sys, "argv", ["embedx", *words])
         capsys.readouterr()
+        handlers, level = logging.root.handlers[:], logging.root.level
         try:
             status = main(words)
         except SystemExit as end:
             status = int(end.code or 0)
+        finally:  # --info sets up the root logger of its process
+            logging.root.handlers[:] = handlers
+            logging.root.setLevel(level)
         printed = capsys.readouterr()
         return status, printed.out.splitlines(), printed.err.splitlines()
 

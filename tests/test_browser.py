@@ -405,16 +405,18 @@ class Page:
         return world, np.stack([left + across * width, top + down * height], axis=1)
 
     def pixels(self, name: str) -> tuple[Array, Array]:
-        """The colour at each point on the screen, and which points are on it; keeps the picture."""
+        """The nine pixels at each point on the screen ``(n, 9, 3)``, the middle one fifth, and which
+        points are on the screen; keeps the picture."""
         _, at = self.places()
         time.sleep(0.2)
         png = self.driver.get_screenshot_as_png()
         (self.shown.shots / f"{name}.png").write_bytes(png)
         screen = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
         height, width = screen.shape[:2]
-        inside = ((at >= 0) & (at < [width, height])).all(axis=1)
+        inside = ((at >= 1) & (at < [width - 1, height - 1])).all(axis=1)
         x, y = at[inside].astype(int).T
-        return screen[y, x], inside
+        around = [(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+        return np.stack([screen[place] for place in around], axis=1), inside
 
     def logged_errors(self) -> list[str]:
         return [
@@ -434,7 +436,7 @@ def as_drawn(coords: Array) -> Array:
 def drawn(pixels: Array, inside: Array) -> bool:
     """Whether points are seen: a point count, for one, is right on a blank canvas too."""
     assert inside.mean() > 0.9
-    return bool((pixels != 255).any(axis=1).mean() > 0.99)
+    return bool((pixels[:, 4] != 255).any(axis=1).mean() > 0.99)
 
 
 @pytest.fixture(scope="module", params=["small", "large"])
@@ -475,8 +477,10 @@ def test_each_bookmark_shows_its_projection_in_pictures(page: Page) -> None:
         assert drawn(pixels, inside)
         if coords.shape[1] == 2:  # in 3-D one picture may hide another
             assert inside.all()
-            off = np.abs(pixels.astype(int) - page.shown.colors.astype(int)).max(axis=1)
-            assert off.max() <= 2
+            # The page blends the edge of a tile with its neighbour on the sheet, and a point may lie
+            # under such a line, a pixel wide, of a picture nearby.
+            off = np.abs(pixels.astype(int) - page.shown.colors.astype(int)[:, None])
+            assert (off.max(axis=2).min(axis=1) <= 2).mean() > 0.99
     assert page.logged_errors() == []
 
 
@@ -491,7 +495,7 @@ def test_each_bookmark_shows_its_projection_in_coloured_points(page: Page) -> No
         assert (state["color"], state["errors"]) == ("label", [])
         pixels, inside = page.pixels(f"points-{name}")
         assert drawn(pixels, inside)
-        assert len(np.unique(pixels, axis=0)) >= len(set(page.shown.columns["label"])) / 2
+        assert len(np.unique(pixels[:, 4], axis=0)) >= len(set(page.shown.columns["label"])) / 2
     assert page.logged_errors() == []
 
 

@@ -209,9 +209,7 @@ def test_done_is_done_and_other_settings_are_refused_with_the_difference(
     assert not (out / "projections").exists()  # what was made of the old rows is gone with them
 
 
-def test_wrong_arguments_are_said_in_one_line(
-    photos: Path, resnet: Model, tmp_path: Path
-) -> None:
+def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_path: Path) -> None:
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     lazy = nn.Sequential(nn.LazyLinear(2))
     x = np.zeros((3, 4), "f4")

@@ -26,7 +26,10 @@ def n_hooks(module: nn.Module) -> int:
 def small() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
         nn.Linear(4, 2),
     ).eval()
 

@@ -121,7 +121,9 @@ def test_trustworthiness_equals_that_of_scikit_learn(
     for coords in (rng.normal(size=(n, 2)), x[:, :2] - shift, x[:, :1]):
         score, measured = trustworthiness(x, coords, n_neighbors=k)
         assert measured == n
-        assert score == pytest.approx(sklearn_trustworthiness(x, coords, n_neighbors=k), abs=1e-9)
+        expected = sklearn_trustworthiness(x, coords, n_neighbors=k)
+        # In float32 some distances round to the same one, and these share a rank here.
+        assert score == pytest.approx(expected, abs=1e-9 if dtype is np.float64 else 1e-5)
 
 
 def test_trustworthiness_does_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

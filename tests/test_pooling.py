@@ -18,7 +18,9 @@ def test_each_pooling_equals_numpy() -> None:
     np.testing.assert_allclose(
         pooling.mean_token(tokens).numpy(), tokens.numpy().mean(1), rtol=1e-5, atol=1e-6
     )
-    np.testing.assert_array_equal(pooling.none(maps.flatten(1)).numpy(), maps.numpy().reshape(2, -1))
+    np.testing.assert_array_equal(
+        pooling.none(maps.flatten(1)).numpy(), maps.numpy().reshape(2, -1)
+    )
     assert pooling.flatten(torch.zeros(3)).shape == (3, 1)
 
 

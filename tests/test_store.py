@@ -237,7 +237,7 @@ WRITER = """
 import sys, numpy as np
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-import test_store
+from tests import test_store
 from embedx import store
 path = Path(sys.argv[1])
 store.COMMIT_S = 0.0  # a commit after every append
@@ -254,7 +254,7 @@ def test_a_killed_writer_loses_no_reported_row_and_ends_with_the_same_bytes(
 ) -> None:
     wanted = sha256(finished(tmp_path / "whole" / "embeddings.h5"))
     path = tmp_path / "killed" / "embeddings.h5"
-    code = WRITER.format(tests=str(Path(__file__).parent))
+    code = WRITER.format(tests=str(Path(__file__).parent.parent))
     kills = 0
     while not path.exists():
         process = subprocess.Popen(
@@ -280,7 +280,7 @@ def test_a_killed_writer_loses_no_reported_row_and_ends_with_the_same_bytes(
 
 def test_a_second_writer_is_told_who_writes_and_stops(tmp_path: Path) -> None:
     path = tmp_path / "embeddings.h5"
-    code = WRITER.format(tests=str(Path(__file__).parent)).replace(
+    code = WRITER.format(tests=str(Path(__file__).parent.parent)).replace(
         "writer.finish()", "input()"
     )
     process = subprocess.Popen(

@@ -1,0 +1,457 @@
+"""The command line: one line for each mistake, the right exit status, names, help, sweeps."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embedx import cli, store
+from embedx.cli import STAGES, conf_dir
+
+Here = Callable[..., tuple[int, list[str], list[str]]]
+Run = Callable[..., object]
+
+TINY = ("model=alexnet", "model.weights=null", "model.input_size=64", "data.limit=12")
+
+# Command line -> exit status and the one line it must end with.
+MISTAKES = {
+    "extrct": (2, r"ConfigError: there is no stage 'extrct'; .* the nearest is extract"),
+    "--bogus": (2, r"ConfigError: there is no flag '--bogus'; .*"),
+    "extract": (1, r"ConfigError: extract needs a model: pass model=NAME, one of alexnet, .*"),
+    "layers": (1, r"ConfigError: layers needs a model: pass model=NAME, one of alexnet, .*"),
+    "run data=digits": (1, r"ConfigError: run needs a model: .*"),
+    "info": (1, r"ConfigError: info needs path: pass path=VALUE"),
+    "extract model=resnet19": (
+        1,
+        r"ConfigError: there is no model 'resnet19'; the nearest are resnet18, resnet50, .*",
+    ),
+    "extract +model=resnet19": (1, r"ConfigError: there is no model 'resnet19'; .*"),
+    "extract model=resnet18 data=folders": (
+        1,
+        r"ConfigError: there is no data 'folders'; the nearest are folder, .*",
+    ),
+    "project projection=umapp embeddings=x": (
+        1,
+        r"ConfigError: there is no projection 'umapp'; the nearest are umap, .*",
+    ),
+    "extract model=resnet18 bach_size=3": (
+        1,
+        r"ConfigError: there is no key 'bach_size'; the nearest are batch_size, .*",
+    ),
+    "extract model=resnet18 model.weigths=null": (
+        1,
+        r"ConfigError: there is no key 'model.weigths'; the nearest are model.weights, .*",
+    ),
+    "extract model=resnet18 +model.weigths=null": (
+        1,
+        r"ConfigError: there is no key 'model.weigths'; the nearest are model.weights, .*",
+    ),
+    "extract model=resnet18 +bach_size=3": (
+        1,
+        r"ConfigError: there is no key 'bach_size'; the nearest are batch_size, .*",
+    ),
+    "extract +experiment=demo bach_size=3": (
+        1,
+        r"ConfigError: there is no key 'bach_size'; the nearest are batch_size, .*",
+    ),
+    "extract model=resnet18 batch_size=many": (
+        1,
+        r"ConfigError: batch_size must be a whole number, not 'many'",
+    ),
+    "extract model=resnet18 batch_size=true": (
+        1,
+        r"ConfigError: batch_size must be a whole number, not true",
+    ),
+    "extract model=alexnet model.weights=null batch_size=-1": (
+        1,
+        r"ConfigError: batch_size must be at least 1, not -1",
+    ),
+    "extract model=resnet18 save_outputs=maybe": (
+        1,
+        r"ConfigError: save_outputs must be true or false, not 'maybe'",
+    ),
+    "extract model=resnet18 precision=fp8": (
+        1,
+        r"ConfigError: precision must be one of fp32, tf32, bf16, fp16, not 'fp8'; the nearest .*",
+    ),
+    "extract model=resnet18 layers=5": (
+        1,
+        r"LayerError|ModelError: .*",  # quoted for Hydra; then weights or layer are looked for
+    ),
+    "extract model=resnet18 name=5": (
+        1,
+        r"ConfigError: name must be a text, not 5; quote it: .*",
+    ),
+    "extract model=resnet18 model.input_size=big": (
+        1,
+        r"ConfigError: model.input_size must be a whole number or null, not 'big'",
+    ),
+    "extract model=resnet18 data.limit=0": (1, r"ConfigError: data.limit must be at least 1, .*"),
+    "extract model=alexnet model.weights=null model.input_size=0": (
+        1,
+        r"ConfigError: model.input_size must be at least 1 px, not 0",
+    ),
+    "extract model=alexnet model.weights=null model.input_size=8 data.limit=2": (
+        1,
+        r"ModelError: alexnet failed on a batch of shape \(2, 3, 8, 8\): RuntimeError: .*",
+    ),
+    "extract model=alexnet model.weights=NONE": (
+        1,
+        r"ModelError: alexnet has no weights 'NONE'; choose DEFAULT, IMAGENET1K_V1, or null .*",
+    ),
+    "extract model=alexnet model.checkpoint=no.pth": (
+        1,
+        r"ModelError: the checkpoint no.pth is not there; check model.checkpoint",
+    ),
+    "extract model=alexnet model.weights=null layers=layer9": (
+        1,
+        r"LayerError: AlexNet has no layer 'layer9'; the nearest of its 2\d layers are .*; list "
+        r"them with: python -m embedx layers model=alexnet",
+    ),
+    "extract model=alexnet model.weights=null layers=[features,clasifier] data.limit=2": (
+        1,
+        r"LayerError: AlexNet has no layer 'clasifier'; the nearest .* are classifier, .*",
+    ),
+    "extract model=alexnet model.weights=null pooling=gab": (
+        1,
+        r"ConfigError: pooling 'gab' is not known; choose one of: auto, none, .*",
+    ),
+    "extract model=alexnet model.weights=null device=cuda:9": (
+        1,
+        r"ConfigError: device 'cuda:9' is not on this machine; it has: cpu.*",
+    ),
+    "extract model=alexnet data=folder": (
+        1,
+        r"ConfigError: extract needs data.root: pass data.root=VALUE",
+    ),
+    "extract model=alexnet data=folder data.root=nope": (
+        1,
+        r"DataError: data.root nope is not there; name a folder of pictures",
+    ),
+    "extract model=alexnet data=folder data.root=empty": (
+        1,
+        r"DataError: data.root empty holds no picture .*",
+    ),
+    "extract model=alexnet data=folder data.root=file.txt": (
+        1,
+        r"DataError: data.root file.txt is not a folder; .*",
+    ),
+    "extract model=own": (1, r"ConfigError: extract needs model._target_: pass .*"),
+    "extract model=own model._target_=nope.make": (
+        1,
+        r"ConfigError: model._target_=nope.make cannot be imported \(No module named 'nope'\); .*",
+    ),
+    "extract model=own model._target_=make": (
+        1,
+        r"ConfigError: model._target_=make cannot be imported .*",
+    ),
+    "extract model=own model._target_=torch.pi": (
+        1,
+        r"ConfigError: model._target_=torch.pi is a float, not a callable",
+    ),
+    "extract model=own model._target_=torch.nn.Linear": (
+        1,
+        r"ModelError: torch.nn.modules.linear.Linear: missing a required argument: .*\+model.KEY.*",
+    ),
+    "extract model=alexnet data=folder data.root=a=b,c": (
+        1,
+        r"ConfigError: .*'data.root=\"a=b,c\"'.*",
+    ),
+    "extract model=resnet18,alexnet": (
+        1,
+        r"ConfigError: model=resnet18,alexnet could be a sweep.* -m for a sweep.*",
+    ),
+    "extract model": (1, r"ConfigError: 'model' is not KEY=VALUE; .*"),
+    "project": (1, r"DataError: there are no embeddings below outputs/ yet; make some with: .*"),
+    "view": (1, r"DataError: there are no embeddings below outputs/ yet; .*"),
+    "project embeddings=nope.h5": (1, r"StoreError: there is no nope.h5; .*"),
+    "project embeddings=file.txt": (1, r"StoreError: file.txt is not an HDF5 file; .*"),
+    "evaluate embeddings=empty": (1, r"StoreError: there is no empty/embeddings.h5; .*"),
+    "info path=file.txt": (1, r"StoreError: file.txt is not an HDF5 file; .*"),
+    "project embeddings=x projection.n_neighbors=few": (
+        1,
+        r"ConfigError: projection.n_neighbors must be a whole number, not 'few'",
+    ),
+    "project embeddings=x projection=tsne projection.metric=cosin": (
+        1,
+        r"ConfigError: projection.metric must be one of euclidean, cosine, not 'cosin'; the near.*",
+    ),
+    "view embeddings=x viewer=webgl": (
+        1,
+        r"ConfigError: viewer must be one of map, tensorboard, not 'webgl'; the nearest is .*",
+    ),
+    "view embeddings=x projections=umap": (
+        1,
+        r"ConfigError: projections must be a list of texts or null, not 'umap'.*",
+    ),
+    "run projections=[umap,pcaa] model=alexnet model.weights=null": (
+        1,
+        r"ConfigError: there is no projection 'pcaa'; the nearest are pca.*",
+    ),
+    "layers model=alexnet model.weights=null depth=0": (
+        1,
+        r"ConfigError: depth must be at least 1, not 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_gets_one_line_and_leaves_nothing(
+    line: str, embedx_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "no-weights"))
+    monkeypatch.setattr("torch.hub.download_url_to_file", _unreachable)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("text")
+    wanted, message = MISTAKES[line]
+    status, _, err = embedx_here(*line.split(" "))
+    assert status == wanted, err
+    assert len(err) == 1, err
+    assert re.fullmatch(message, err[0]), err[0]
+    assert not (tmp_path / "outputs").exists()
+
+
+def _unreachable(*_: object, **__: object) -> None:
+    raise OSError("no network in tests")
+
+
+def test_an_unknown_flag_of_a_stage_exits_2(embedx_here: Here) -> None:
+    status, _, err = embedx_here("extract", "model=alexnet", "--bogus")
+    assert status == 2
+    assert "unrecognized arguments: --bogus" in err[-1]
+
+
+@pytest.mark.parametrize("spelling", ["model=alexnet", "+model=alexnet", "++model=alexnet"])
+def test_both_spellings_of_model_work(spelling: str, embedx_here: Here, tmp_path: Path) -> None:
+    status, out, err = embedx_here("extract", spelling, *TINY[1:])
+    assert (status, err) == (0, [])
+    path = next((tmp_path / "outputs").glob("alexnet-digits-*/embeddings.h5"))
+    shown = path.relative_to(tmp_path)
+    assert out[-1] == f"next: python -m embedx project projection=umap embeddings={shown}"
+    assert any(line.startswith("alexnet has RANDOM weights (seed 0)") for line in out)
+    assert any(line.endswith(f"into {shown}") and " on cpu " in line for line in out)
+    assert re.search(r"12 rows, 0 failed, classifier.5 4096 float32 dims", "\n".join(out))
+    assert store.open(path).n_rows == 12
+
+
+def test_names_tell_settings_apart_and_a_done_run_is_recognised(
+    embedx_here: Here, tmp_path: Path, photos: Path
+) -> None:
+    def extract(*words: str) -> str:
+        status, out, err = embedx_here("extract", *words)
+        assert status == 0, err
+        folder = out[-1].split("embeddings=")[1]
+        return Path(folder).parent.relative_to("outputs").as_posix()
+
+    usual = ("model=alexnet", "model.weights=null", "model.input_size=64")
+    limited = extract(*usual, "data.limit=12")
+    assert re.fullmatch(r"alexnet-digits-[0-9a-f]{6}", limited)
+    # What does not decide the rows does not enter the name.
+    assert extract(*usual, "data.limit=12", "batch_size=5", "num_workers=1") == limited
+    assert extract(*usual, "data.limit=11") != limited
+    assert extract(*usual, "data.limit=12", "layers=features") != limited
+    folder = ("data=folder", "data.root=photos")
+    here = extract(*usual, *folder)
+    assert re.fullmatch(r"alexnet-photos-[0-9a-f]{6}", here)
+    assert extract(*usual, *folder[:1], f"data.root={photos}") == here
+    other = tmp_path / "else" / "photos"
+    other.parent.mkdir()
+    photos.rename(other)
+    assert extract(*usual, *folder[:1], "data.root=else/photos") not in (here, limited)
+    assert extract(*usual, "data.limit=12", "'name=\"my run/1\"'".strip("'")) == "my_run_1"
+    status, _, err = embedx_here("extract", *usual, "data.limit=9", "name=my_run_1")
+    assert status == 1
+    assert re.fullmatch(
+        r"StoreError: outputs/my_run_1/embeddings.h5 holds another run: its rows is 12, and here "
+        r"it is 9; choose another name=..., or replace it with overwrite=true",
+        err[-1],
+    )
+    assert extract(*usual, "data.limit=9", "name=my_run_1", "overwrite=true") == "my_run_1"
+    assert not (tmp_path / "multirun").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"outputs", "else"}
+
+
+def test_the_plain_name_belongs_to_default_settings(
+    embedx_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from embedx import models
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    cache = tmp_path / "home" / "hub" / "checkpoints"
+    cache.mkdir(parents=True)
+    module = models.torchvision("resnet18", weights=None).module
+    torch.save(module.state_dict(), cache / "resnet18-f37072fd.pth")
+    (tmp_path / "photos").mkdir()
+    from PIL import Image
+
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "photos" / "a.png")
+    status, out, err = embedx_here("extract", "model=resnet18", "data=folder", "data.root=photos")
+    assert (status, err) == (0, [])
+    assert (tmp_path / "outputs" / "resnet18-photos" / "embeddings.h5").exists()
+    assert any("is not the file its name promises" in line for line in out)
+
+
+def test_stages_work_on_the_newest_run_or_the_named_one(embedx_here: Here, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert embedx_here("extract", *TINY, f"name={name}")[0] == 0
+    status, out, err = embedx_here("project", "projection=pca")
+    assert (status, err) == (0, [])
+    assert out[0] == "embeddings: the newest, outputs/b/embeddings.h5"
+    assert out[-1] == "next: python -m embedx view embeddings=outputs/b/embeddings.h5"
+    status, out, _ = embedx_here("project", "projection=pca", "embeddings=outputs/a")
+    assert status == 0
+    assert len(list((tmp_path / "outputs" / "a" / "projections").glob("pca-*.h5"))) == 1
+    status, out, _ = embedx_here("project", "projection=pca", "embeddings=outputs/a")
+    assert status == 0
+    assert any("nothing to do" in line for line in out)
+    status, out, err = embedx_here("evaluate", "embeddings=outputs/a")
+    assert (status, err) == (0, [])
+    scores = json.loads((tmp_path / "outputs" / "a" / "scores.json").read_text())["scores"]
+    assert [row["kind"] for row in scores] == ["embeddings", "pca"]
+    status, out, err = embedx_here("view", "embeddings=outputs/a", "color=none")
+    assert (status, err) == (0, [])
+    assert list((tmp_path / "outputs" / "a").glob("map-pca-*.png"))
+    status, out, err = embedx_here("export", "embeddings=outputs/a")
+    assert (status, err) == (0, [])
+    assert (tmp_path / "outputs" / "a" / "projector" / "projector_config.pbtxt").exists()
+    status, out, err = embedx_here("info", "path=outputs/a", "verify=true")
+    assert (status, err) == (0, [])
+    assert out[-1].split(maxsplit=1) == ["verified", "all 12 checksums match"]
+    status, out, err = embedx_here("info", f"path={next(Path('outputs').rglob('pca-*.h5'))}")
+    assert status == 0
+    assert any(line.split() == ["method", "pca"] for line in out)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("flag", ["--help", "--info=defaults"])
+def test_every_stage_has_help_without_a_model_or_a_run(
+    stage: str, flag: str, embedx_here: Here
+) -> None:
+    status, out, err = embedx_here(stage, flag)
+    assert (status, err) == (0, [])
+    if flag == "--help":
+        text = "\n".join(out)
+        assert STAGES[stage] in text
+        document = yaml.safe_load((conf_dir() / f"{stage}.yaml").read_text())
+        for key in set(document) - {"defaults"}:
+            assert re.search(rf"^  {key}: ", text, re.M), f"{key} is not explained"
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_cfg_job_shows_the_composed_config(embedx_here: Here) -> None:
+    status, out, err = embedx_here("extract", "+model=alexnet", "--cfg", "job")
+    assert (status, err) == (0, [])
+    shown = yaml.safe_load("\n".join(out))
+    assert shown["model"]["layer"] == "classifier.5"
+    assert shown["data"] == {"_target_": "embedx.data.digits", "limit": None}
+    status, out, _ = embedx_here("extract", "+experiment=demo", "--cfg", "job")
+    shown = yaml.safe_load("\n".join(out))
+    assert (shown["name"], shown["model"]["name"]) == ("demo", "efficientnet_lite0")
+    assert shown["model"]["input_size"] == 96
+
+
+def test_every_config_file_composes_and_fits_the_function_it_calls() -> None:
+    for group in ("model", "data", "projection", "exporter"):
+        for name in cli._options(group):
+            node = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
+            if node["_target_"] == "???":
+                node["_target_"] = "torch.nn.Identity"
+            node = {k: "x" if v == "???" else v for k, v in node.items()}
+            cli._node(node, group)
+
+
+def test_a_sweep_runs_every_job_and_names_the_one_that_failed(
+    embedx_here: Here, tmp_path: Path
+) -> None:
+    sweep = ("extract", *TINY, "layers=features,nope,avgpool", "-m")
+    status, out, err = embedx_here(*sweep)
+    assert status == 1
+    assert re.fullmatch(r"failed job 1: .*layers=nope.*", err[-2])
+    assert err[-1].startswith("LayerError: AlexNet has no layer 'nope'")
+    files = sorted((tmp_path / "outputs").glob("alexnet-digits-*/embeddings.h5"))
+    assert len(files) == 2
+    assert {next(iter(store.open(f).embeddings)) for f in files} == {"features", "avgpool"}
+    stamps = [f.stat().st_mtime_ns for f in files]
+    status, out, err = embedx_here("extract", *TINY, "layers=features,avgpool,classifier.5", "-m")
+    assert (status, err) == (0, [])
+    assert sum("nothing to do" in line for line in out) == 2  # a wider sweep does what is missing
+    assert [f.stat().st_mtime_ns for f in files] == stamps
+    assert len(list((tmp_path / "outputs").glob("alexnet-digits-*"))) == 3
+
+
+def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> None:
+    status, out, err = embedx_here("layers", "model=alexnet", "model.weights=null")
+    assert (status, err) == (0, [])
+    table = [line.split() for line in out]
+    assert ["classifier.6", "Linear", "1x1000", "4,097,000", "1"] in table
+    assert ["classifier.5", "ReLU", "1x4096", "-", "1", "<-", "penultimate"] in table
+    assert "alexnet: 23 layers, 61,100,840 parameters" in out
+    assert out[-1] == "next: python -m embedx extract model=alexnet 'layers=[classifier.5]'"
+    status, folded, _ = embedx_here("layers", "model=alexnet", "model.weights=null", "depth=1")
+    assert ["classifier", "Sequential", "1x1000", "58,631,144", "1"] in [x.split() for x in folded]
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        ("layers=[1.10,a.b]", 'layers=["1.10","a.b"]'),
+        ("layers=1.10", 'layers="1.10"'),
+        ("layers=layer4", "layers=layer4"),
+        ("layers=['1.10',\"x\"]", "layers=['1.10',\"x\"]"),
+        ("layers=[layer1.0.relu@1,fc:input]", 'layers=["layer1.0.relu@1","fc:input"]'),
+        ("+model=alexnet", "model=alexnet"),
+    ],
+)
+def test_what_hydra_would_misread_is_mended_before_it(typed: str, sent: str) -> None:
+    assert cli._prepare("extract", [typed], shows_only=False)[0] == sent
+
+
+def test_a_model_of_ones_own_from_here(embedx_here: Here, tmp_path: Path) -> None:
+    (tmp_path / "mynet.py").write_text(
+        "from torch import nn\n"
+        "def make(depth, width=4):\n"
+        "    body = [nn.Linear(192 if i == 0 else width, width) for i in range(depth)]\n"
+        "    return nn.Sequential(nn.Flatten(), *body, nn.Linear(width, 2))\n"
+    )
+    words = ("model=own", "model._target_=mynet.make", "+model.depth=3", "model.input_size=8")
+    status, out, err = embedx_here("extract", *words, "data.limit=7", "name=mine")
+    assert (status, err) == (0, [])
+    opened = store.open(tmp_path / "outputs" / "mine")
+    assert opened.embeddings["4:input"].shape == (7, 4)
+    status, out, err = embedx_here("extract", *words, "+model.hight=2", "data.limit=7")
+    assert status == 1
+    assert re.fullmatch(r"ModelError: mynet.make: got an unexpected keyword .*'hight'.*", err[-1])
+
+
+def test_a_bug_of_ours_shows_its_traceback_and_a_mistake_does_not(
+    embedx_here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cli, "_stage_layers", broken)
+    with pytest.raises(ZeroDivisionError):
+        embedx_here("layers", "model=alexnet")
+
+
+def test_text_from_data_does_not_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._quiet()
+    cli.log.info("id \x1b[31mred\x07\r\n%s", "x")
+    assert capsys.readouterr().out == "id ?[31mred??\nx\n"
+
+
+def test_as_a_process_it_prints_no_warning_and_ends_with_the_status(run: Run) -> None:
+    done = run("extract", *TINY, "num_workers=1", PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert run("info", "path=nope").returncode == 1
+    assert run("nope").returncode == 2
+    version = run("--version")
+    assert re.fullmatch(r"embedx \d+\.\d+\.\d+\n", version.stdout)
+    assert os.path.isdir(conf_dir())
