@@ -205,9 +205,14 @@ def _quote_layers(value: str) -> str:
     return value
 
 
-def _prepare(stage: str, overrides: Sequence[str], *, shows_only: bool) -> list[str]:
+def _prepare(
+    stage: str, overrides: Sequence[str], *, shows_only: bool = False, sweeps: bool = False
+) -> list[str]:
     """The overrides as Hydra takes them."""
     groups = _defaults(stage)
+    # Before a sweep Hydra composes once without the swept groups, and would miss their keys.
+    swept = {g for g in groups for word in overrides if re.match(rf"\+*{g}=.*,", word)}
+    swept = swept if sweeps else set()
     prepared: list[str] = []
     given: set[str] = set()
     for word in overrides:
@@ -222,6 +227,8 @@ def _prepare(stage: str, overrides: Sequence[str], *, shows_only: bool) -> list[
             prepared.append(f"{match['plus']}{key}={_quote_layers(value)}")
         elif key in groups and value is not None:
             prepared.append(f"{key}={value}")  # +model=x means model=x
+        elif key.partition(".")[0] in swept:
+            prepared.append(f"++{key}={value}")
         else:
             prepared.append(word)
     if stage == "run" and not given & {"model", "data", "experiment"}:
@@ -332,7 +339,8 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
 
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     base = {"version_base": None} if hydra.__version__.startswith("1.3.") else {}
-    prepared = _prepare(stage, overrides, shows_only=shows_only)
+    sweeps = bool({"-m", "--multirun"} & set(flags))
+    prepared = _prepare(stage, overrides, shows_only=shows_only, sweeps=sweeps)
     sys.argv = ["embedx", *prepared, *flags]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we print them in one line
     try:
@@ -416,7 +424,7 @@ def _known_keys(stage: str, overrides: Sequence[str]) -> list[str]:
     from omegaconf import DictConfig, OmegaConf
 
     groups = _defaults(stage)
-    chosen = [word for word in overrides if word.split("=")[0] in groups]
+    chosen = [word.split(",")[0] for word in overrides if word.split("=")[0] in groups]
     given = {word.split("=")[0] for word in chosen}
     absent = [] if "experiment" in given else [g for g, o in groups.items() if o == "???"]
     chosen += [f"~{group}" for group in absent if group not in given]

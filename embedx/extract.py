@@ -188,9 +188,8 @@ def extract(
         "device": torch_device.type,
         "environment": json.dumps(_environment()),
     }
-    _run(plan, path, attrs)
     text = yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
-    store.replace_file(folder / "config.yaml", text.encode())
+    _run(plan, path, attrs, config=text)
     return store.open(path)
 
 
@@ -468,7 +467,7 @@ def _stop_on_signal() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any]) -> None:
+def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any], *, config: str) -> None:
     """Fill ``path``, from the start or from where it was left."""
     expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
     writer = store.resume(path, expected=expected)
@@ -507,6 +506,7 @@ def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any]) -> None:
                     assert results is not None
                     fields = _fields(plan, results, has_thumbnails=batch.thumbnails is not None)
                     writer = _create(plan, path, fields, attrs)
+                    store.replace_file(path.with_name("config.yaml"), config.encode())
                     for earlier in waiting:
                         _append(writer, earlier, None, plan.source)
                 _append(writer, batch, results, plan.source)

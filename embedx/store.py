@@ -255,7 +255,6 @@ class _Lock:
     def acquire(self) -> None:
         import fcntl
 
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -601,7 +600,9 @@ def create(
 
     lock = _Lock(path)
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
         if path.exists():
             raise StoreError(f"{path} exists already; pass overwrite=true to replace it")
@@ -638,6 +639,9 @@ def create(
     except BaseException as error:
         tmp.unlink(missing_ok=True)
         lock.release()
+        with contextlib.suppress(OSError):  # a refused run leaves no folder behind
+            for folder in made:
+                folder.rmdir()
         if isinstance(error, OSError):
             raise _disk_error(error, path, need) from error
         raise
@@ -842,7 +846,8 @@ class _Skeleton:
         return self._link(name) is not None
 
     def offsets(self, names: Sequence[str] | Mapping[str, Any]) -> dict[str, int]:
-        return {name: int(self._dataset(name).id.get_offset()) for name in names}
+        # An empty dataset has no place in the file, and nothing is written to it.
+        return {name: int(self._dataset(name).id.get_offset() or 0) for name in names}
 
     def dataset_attrs(self, name: str) -> dict[str, Any]:
         return {key: _plain(value) for key, value in self._dataset(name).attrs.items()}
@@ -1063,11 +1068,12 @@ def find_embeddings(where: str | os.PathLike[str]) -> Path:
     return path
 
 
-def open(path: str | os.PathLike[str]) -> Embeddings:
+def open(path: str | os.PathLike[str] | Embeddings) -> Embeddings:
     """Open an embeddings file, or the folder that holds one, for reading.
 
     Args:
-        path: ``embeddings.h5``, its folder, or a ``.partial`` file (its committed rows).
+        path: ``embeddings.h5``, its folder, or a ``.partial`` file (its committed rows); opened
+            embeddings are given back as they are.
 
     Returns:
         The embeddings, memory-mapped.
@@ -1075,7 +1081,7 @@ def open(path: str | os.PathLike[str]) -> Embeddings:
     Raises:
         StoreError: It is not there, unfinished, damaged, or not a file of embedx.
     """
-    return Embeddings(find_embeddings(path))
+    return path if isinstance(path, Embeddings) else Embeddings(find_embeddings(path))
 
 
 # --------------------------------------------------------------------------- projections

@@ -405,8 +405,12 @@ class Page:
         return world, np.stack([left + across * width, top + down * height], axis=1)
 
     def pixels(self, name: str) -> tuple[Array, Array]:
-        """The nine pixels at each point on the screen ``(n, 9, 3)``, the middle one fifth, and which
-        points are on the screen; keeps the picture."""
+        """What is drawn at the points, and which points are on the screen; keeps the picture.
+
+        Returns:
+            The 3 by 3 pixels around each point on the screen, shape ``(k, 9, 3)``, its own the
+            fifth; and the mask of those points, shape ``(n,)``.
+        """
         _, at = self.places()
         time.sleep(0.2)
         png = self.driver.get_screenshot_as_png()
@@ -477,8 +481,8 @@ def test_each_bookmark_shows_its_projection_in_pictures(page: Page) -> None:
         assert drawn(pixels, inside)
         if coords.shape[1] == 2:  # in 3-D one picture may hide another
             assert inside.all()
-            # The page blends the edge of a tile with its neighbour on the sheet, and a point may lie
-            # under such a line, a pixel wide, of a picture nearby.
+            # The page blends the edge of a tile with its neighbour on the sheet, and a point may
+            # lie under such a line, a pixel wide, of a picture nearby.
             off = np.abs(pixels.astype(int) - page.shown.colors.astype(int)[:, None])
             assert (off.max(axis=2).min(axis=1) <= 2).mean() > 0.99
     assert page.logged_errors() == []

@@ -385,6 +385,22 @@ def test_a_sweep_runs_every_job_and_names_the_one_that_failed(
     assert len(list((tmp_path / "outputs").glob("alexnet-digits-*"))) == 3
 
 
+def test_a_sweep_over_models_takes_their_common_keys_and_refuses_a_wrong_one(
+    embedx_here: Here, tmp_path: Path
+) -> None:
+    sweep = ("extract", "-m", "model=alexnet,resnet18", *TINY[1:])
+    status, out, err = embedx_here(*sweep)
+    assert (status, err) == (0, [])
+    names = sorted(path.name[:9] for path in (tmp_path / "outputs").iterdir() if path.is_dir())
+    assert names == [".sweeps", "alexnet-d", "resnet18-"]
+    status, _, err = embedx_here(*sweep, "model.inputsize=3")
+    assert status == 1
+    assert err[-1].startswith("ConfigError: there is no key 'model.inputsize'; the nearest are mod")
+    status, _, err = embedx_here(*sweep, "bach_size=3")
+    assert status == 1
+    assert err[-1].startswith("ConfigError: there is no key 'bach_size'; the nearest are batch_siz")
+
+
 def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> None:
     status, out, err = embedx_here("layers", "model=alexnet", "model.weights=null")
     assert (status, err) == (0, [])
@@ -409,7 +425,7 @@ def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> Non
     ],
 )
 def test_what_hydra_would_misread_is_mended_before_it(typed: str, sent: str) -> None:
-    assert cli._prepare("extract", [typed], shows_only=False)[0] == sent
+    assert cli._prepare("extract", [typed])[0] == sent
 
 
 def test_a_model_of_ones_own_from_here(embedx_here: Here, tmp_path: Path) -> None:

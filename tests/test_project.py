@@ -261,7 +261,7 @@ def test_parameters_as_large_as_the_data_are_clamped(tmp_path: Path, method: str
         assert project(path, method=method, **{key: asked}).attrs[key] == pytest.approx(most)
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", ["pca", "tsne", pytest.param("umap", marks=pytest.mark.slow)])
 def test_no_library_prints_or_warns(
     tmp_path: Path, method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -313,8 +313,8 @@ def test_a_full_disk_shows_before_work_starts_and_leaves_nothing(tmp_path: Path)
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(StoreError, match=r"no disk space for .*: it needs [\d.]+ MB and .* free"):
-        create(tmp_path / "run" / "embeddings.h5", Full())
-    assert list((tmp_path / "run").iterdir()) == []
+        create(tmp_path / "outputs" / "run" / "embeddings.h5", Full())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_replaced_file_is_old_or_new_but_never_half(tmp_path: Path) -> None:
@@ -477,6 +477,19 @@ def test_a_projection_reads_back_as_written(tmp_path: Path) -> None:
         state={"mean": np.arange(3.0)},
     )
     assert path.read_bytes() == before
+
+
+def test_rows_may_all_be_without_a_label(tmp_path: Path) -> None:
+    writer = store.create(
+        tmp_path / "embeddings.h5",
+        ids=["a", "b"],
+        fields=[store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
+        attrs={"id": "0"},
+        labels=np.array([-1, -1]),
+        label_names=[],
+    )
+    writer.append({"embeddings/x": np.ones((2, 1), "f4")}, status=np.ones(2))
+    assert store.open(writer.finish()).label_texts() == ["", ""]
 
 
 def test_a_reader_is_never_blocked_while_rows_are_written(tmp_path: Path) -> None:
