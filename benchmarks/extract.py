@@ -1,9 +1,9 @@
 """Extraction of 500 JPEGs of 500x375 by resnet18 beside a loop written by hand.
 
 Run: python benchmarks/extract.py [--workers 2] [--batch-size 64] [--pairs 5]
-Prints medians over interleaved pairs in one process. The loop does what a notebook would: a Dataset
-that opens and transforms, a DataLoader, a hook, a list, one file at the end. The weights are random:
-they do not change the work.
+Prints medians over interleaved pairs in one process. The loop does what a notebook would: a
+Dataset that opens and transforms, a DataLoader, a hook, a list, one file at the end. The weights
+are random: they do not change the work.
 """
 
 import argparse

@@ -9,6 +9,7 @@ import ast
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import logging
 import os
@@ -112,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _quiet() -> None:
     """Our own lines go to stdout; warnings of libraries do not reach the user."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may hold anything
+            stream.reconfigure(errors="backslashreplace")
     if not sys.warnoptions and not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore")
     if not log.handlers:
@@ -756,7 +760,8 @@ def _in_words(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_in_words(part) for part in typing.get_args(hint)))
+        parts = [p for p in typing.get_args(hint) if p.__module__.split(".")[0] != "embedx"]
+        return " or ".join(dict.fromkeys(map(_in_words, parts)))
     if typing.get_origin(hint) in (list, Sequence):
         return f"a list of {_in_words(typing.get_args(hint)[0]).removeprefix('a ')}s"
     words = {

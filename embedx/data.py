@@ -41,6 +41,7 @@ class Source:
         label_names: Names of the labels.
         metadata: Further columns of n numbers or texts.
         notes: What was found and what was passed over, for the user.
+        root: The folder that holds the items; None where there is none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Source:
     label_names: Sequence[str] = ()
     metadata: dict[str, Array | Sequence[str]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    root: Path | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -210,6 +212,7 @@ def folder(
         labels=np.array([index.get(c, -1) for c in classes], np.int32) if label_names else None,
         label_names=label_names,
         notes=(note, *((f"passed over: {where}",) if where else ())),
+        root=top,
     )
 
 

@@ -10,17 +10,18 @@ import numpy as np
 
 from embedx import store
 from embedx.neighbors import knn_accuracy
+from embedx.store import Embeddings
 
 log = logging.getLogger("embedx")
 
 
 def evaluate(
-    embeddings: str | os.PathLike[str], *, projections: Sequence[str] | None = None
+    embeddings: str | os.PathLike[str] | Embeddings, *, projections: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
     """Score embeddings and projections, as a table and as ``scores.json`` beside them.
 
     Args:
-        embeddings: The file or its folder.
+        embeddings: The file, its folder, or the opened file.
         projections: Names or paths of projections; all of them where not given.
 
     Returns:
@@ -51,11 +52,11 @@ def evaluate(
     store.replace_file(path, text.encode())
     width = max(len(row["name"]) for row in table)
     log.info(
-        "%-*s  %9s %6s  %12s  %15s", width, "", "rows", "dims", "5-NN accuracy", "trustworthiness"
+        "%-*s  %9s %6s  %13s  %15s", width, "", "rows", "dims", "5-NN accuracy", "trustworthiness"
     )
     for row in table:
         log.info(
-            "%-*s  %9s %6d  %12s  %15s",
+            "%-*s  %9s %6d  %13s  %15s",
             width,
             row["name"],
             f"{row['rows']:,}",

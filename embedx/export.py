@@ -27,7 +27,7 @@ CLASSES_MOST = 50
 
 
 def export(
-    embeddings: str | os.PathLike[str],
+    embeddings: str | os.PathLike[str] | Embeddings,
     *,
     exporter: str | Callable[..., Path] = "tensorboard",
     projections: Sequence[str] | None = None,
@@ -37,7 +37,7 @@ def export(
     """Write embeddings and their projections for another tool.
 
     Args:
-        embeddings: The file or its folder.
+        embeddings: The file, its folder, or the opened file.
         exporter: ``tensorboard``, or a function ``(embeddings, projections, folder) -> path``.
         projections: Names or paths of projections; all of them where not given.
         out: Folder to write; ``projector`` beside the embeddings where not given.

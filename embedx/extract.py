@@ -26,7 +26,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from embedx import data as sources
-from embedx import hooks, models, pooling, store
+from embedx import hooks, models, store
+from embedx import pooling as pools
 from embedx.data import Source
 from embedx.errors import (
     ConfigError,
@@ -141,7 +142,7 @@ def extract(
         model=described,
         source=source,
         points=points,
-        poolings=_poolings(pooling, len(points)),
+        poolings=pools.per_point(pooling, n_points=len(points)),
         device=torch_device,
         precision=precision,
         dtype=np.dtype(dtype),
@@ -155,6 +156,8 @@ def extract(
     file_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = Path(out) if out else Path("outputs") / f"{described.name}-{source.name}-{file_id[:6]}"
     path = folder / store.EMBEDDINGS_NAME
+    if source.root is not None and folder.resolve() == source.root.resolve():
+        raise ConfigError(f"out={folder} is the folder of the data; choose another out=FOLDER")
     if overwrite:
         _remove_run(path)
     if path.exists():
@@ -228,14 +231,10 @@ class _Plan:
             "items": self.source.fingerprint,
             "revisions": [
                 hooks.HOOKS_REVISION,
-                pooling.POOLING_REVISION,
+                pools.POOLING_REVISION,
                 models.PREPROCESS_REVISION,
             ],
         }
-
-
-def _poolings(spec: str | list[str], n_points: int) -> list[str]:
-    return pooling.per_point(spec, n_points=n_points)
 
 
 def _described(model: Any, preprocess: Preprocess | None) -> Model:
@@ -579,7 +578,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
             name = spec[point.name]
             try:
                 resolved = (
-                    pooling.choose(activation, tokens=plan.model.tokens) if name == "auto" else name
+                    pools.choose(activation, tokens=plan.model.tokens) if name == "auto" else name
                 )
             except ShapeError as error:
                 raise ShapeError(f"layer {point.name}: {error}") from None
@@ -592,7 +591,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     resolved,
                     ", ".join(map(str, activation.shape[1:])),
                 )
-        return pooling.POOLINGS[chosen[point.name]](activation)
+        return pools.POOLINGS[chosen[point.name]](activation)
 
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     with contextlib.ExitStack() as stack:

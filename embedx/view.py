@@ -54,7 +54,7 @@ Group = tuple[str, str, npt.NDArray[np.bool_]]
 
 
 def view(
-    embeddings: str | os.PathLike[str],
+    embeddings: str | os.PathLike[str] | Embeddings,
     *,
     viewer: Literal["map", "tensorboard"] = "map",
     projections: Sequence[str] | None = None,
@@ -66,7 +66,7 @@ def view(
     """Draw projections as pictures, or serve them with TensorBoard.
 
     Args:
-        embeddings: The file or its folder.
+        embeddings: The file, its folder, or the opened file.
         viewer: ``map`` draws ``map-<projection>.png`` for each projection and ``maps.png`` with
             all of them; ``tensorboard`` serves the exported projector on 127.0.0.1 until Ctrl-C.
         projections: Names or paths of projections; all of them where not given.
@@ -137,7 +137,7 @@ def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> l
         texts[~np.isfinite(array)] = ""
     counts = Counter(texts[ok].tolist())
     without = counts.pop("", 0)
-    names = sorted(counts, key=_natural)
+    names = sorted(counts, key=float if array.dtype.kind in "fiu" else _natural)
     shades: Sequence[str] = PALETTE
     kept = names
     if len(names) > len(PALETTE):
@@ -282,6 +282,9 @@ def _write_names(
         members = coords[mask & placed]
         if shade == OTHER or len(members) < NAMED_FROM:
             continue
+        reach = np.ptp(np.percentile(members, [10, 90], axis=0), axis=0)
+        if reach.max() * points_per_unit < 13:  # the name would hide all of it
+            continue
         sample = members[:: max(1, len(members) // 300)]
         between = np.linalg.norm(sample[:, None] - sample[None, :], axis=2)
         at = sample[np.median(between, axis=1).argmin()]
@@ -321,14 +324,15 @@ def _serve(folder: Path, *, port: int, show: bool) -> None:
         raise DataError(f"there is no export in {folder}; make it with: python -m embedx export")
     if importlib.util.find_spec("tensorboard") is None:
         raise missing_extra("tensorboard", extra="viz", needed_for="viewer=tensorboard")
+    if not 1 <= port <= 65_535:
+        raise ConfigError(f"port {port} cannot be used (it is not 1 to 65535); choose port=NUMBER")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
+        except OSError as error:
             raise ConfigError(
-                f"port {port} cannot be used ({reason}); choose port=NUMBER"
+                f"port {port} cannot be used ({error.strerror}); choose port=NUMBER"
             ) from None
     address = f"http://127.0.0.1:{port}/#projector"
     log.info("serving %s at %s until Ctrl-C", folder, address)
@@ -345,9 +349,10 @@ def _serve(folder: Path, *, port: int, show: bool) -> None:
     try:
         status = server.wait()
     except KeyboardInterrupt:
+        return
+    finally:
         server.terminate()
         server.wait()
-        return
     raise DataError(
         f"TensorBoard ended with exit status {status}; run: tensorboard --logdir {folder}"
     )

@@ -45,14 +45,17 @@ def embedx_here(
 
         monkeypatch.setattr(sys, "argv", ["embedx", *words])
         capsys.readouterr()
-        handlers, level = logging.root.handlers[:], logging.root.level
+        loggers = logging.root, logging.getLogger("embedx")
+        before = [(lg, lg.handlers[:], lg.level, lg.propagate) for lg in loggers]
         try:
             status = main(words)
         except SystemExit as end:
             status = int(end.code or 0)
-        finally:  # --info sets up the root logger of its process
-            logging.root.handlers[:] = handlers
-            logging.root.setLevel(level)
+        finally:  # a command sets up the loggers of its own process
+            for logger, handlers, level, propagate in before:
+                logger.handlers[:] = handlers
+                logger.setLevel(level)
+                logger.propagate = propagate
         printed = capsys.readouterr()
         return status, printed.out.splitlines(), printed.err.splitlines()
 

@@ -1,6 +1,7 @@
 """The command line: one line for each mistake, the right exit status, names, help, sweeps."""
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -457,8 +458,8 @@ def test_a_bug_of_ours_shows_its_traceback_and_a_mistake_does_not(
 
 
 def test_text_from_data_does_not_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._quiet()
-    cli.log.info("id \x1b[31mred\x07\r\n%s", "x")
+    record = logging.LogRecord("embedx", 20, "", 0, "id \x1b[31mred\x07\r\n%s", ("x",), None)
+    cli._Lines().emit(record)
     assert capsys.readouterr().out == "id ?[31mred??\nx\n"
 
 

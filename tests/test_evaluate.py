@@ -24,6 +24,7 @@ def make_run(
 ) -> Path:
     """An embeddings file of these layers, as ``extract`` writes it."""
     n = len(next(iter(layers.values())))
+    n_classes = 0 if labels is None else max(labels.max() + 1, 1)
     fields = [
         store.embeddings_field(name, n_features=x.shape[1], dtype=np.dtype("f4"), attrs={})
         for name, x in layers.items()
@@ -34,9 +35,11 @@ def make_run(
         fields=fields,
         attrs={"id": "one"},
         labels=labels,
-        label_names=[] if labels is None else [f"class {i}" for i in range(labels.max() + 1)],
+        label_names=[f"class {i}" for i in range(n_classes)],
     )
-    rows = {field.name: x.astype(np.float32) for field, x in zip(fields, layers.values())}
+    rows = {
+        field.name: x.astype(np.float32) for field, x in zip(fields, layers.values(), strict=True)
+    }
     status = np.ones(n, np.uint8)
     for i in failed:
         status[i] = store.Status.FAILED

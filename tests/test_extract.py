@@ -226,6 +226,7 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
         ((resnet, photos), {"layers": "layer1", "pooling": "none"}, ShapeError, "pooling=none"),
         ((resnet, photos), {"layers": "layer1.0.relu"}, LayerError, "ran 2 times in one pass"),
         ((resnet, tmp_path / "no"), {}, DataError, "is not there"),
+        ((resnet, photos), {"out": photos}, ConfigError, "is the folder of the data; choose"),
         ((resnet, []), {}, DataError, "data is empty"),
         ((resnet, 5), {}, DataError, "data is a int; give a folder"),
         ((resnet, photos), {"labels": [1]}, ConfigError, "has ids and labels of its own"),
@@ -237,7 +238,7 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
     ]
     for arguments, options, kind, message in cases:
         with pytest.raises(kind, match=message) as caught:
-            embedx.extract(*arguments, out=tmp_path / "out", **options)
+            embedx.extract(*arguments, **{"out": tmp_path / "out", **options})
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "out").exists()
 
