@@ -16,15 +16,18 @@ import os
 import re
 import shlex
 import sys
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from embedx import __version__
-from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, nearest
+from embedx.checks import check_argument, check_arguments, unknown_key
+from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, StoreError, nearest
+
+if TYPE_CHECKING:
+    from embedx.models import Model
 
 log = logging.getLogger("embedx")
 
@@ -130,21 +133,24 @@ class _Lines(logging.Handler):
     """Log lines that leave a progress bar whole."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
-        # Text from data must not move the cursor or colour the terminal.
-        line = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "?", line)
-        line = line.encode("utf-8", "backslashreplace").decode()
+        line = _legible(self.format(record))
         if sys.stderr.isatty() and "tqdm" in sys.modules:
             sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
         else:
             print(line, flush=True)
 
 
+def _legible(line: str) -> str:
+    """One line without what drives a terminal: it may hold text from data."""
+    line = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", "?", line)
+    return line.encode("utf-8", "backslashreplace").decode()
+
+
 def _print_error(error: BaseException) -> None:
     for note in getattr(error, "__notes__", []):
-        print(note, file=sys.stderr)
-    text = " ".join(str(error).split("\n"))
-    print(f"{type(error).__name__}: {text}", file=sys.stderr)
+        for line in note.split("\n"):
+            print(_legible(line), file=sys.stderr)
+    print(_legible(f"{type(error).__name__}: {error}"), file=sys.stderr)
 
 
 # --------------------------------------------------------------------------- before Hydra
@@ -163,6 +169,13 @@ def _document(name: str) -> dict[str, Any]:
 
     document = yaml.safe_load((conf_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
     return typing.cast(dict[str, Any], document)
+
+
+def _keys(stage: str) -> set[str]:
+    """The keys of a stage itself, without those of its groups."""
+    own = _document(stage)
+    extraction = _document("_extraction") if "_extraction" in own["defaults"] else {}
+    return {*own, *extraction} - {"defaults"}
 
 
 def _defaults(stage: str) -> dict[str, Any]:
@@ -195,6 +208,13 @@ def _quote(value: str) -> str:
     return f'"{escaped}"'
 
 
+def _word(key: str, value: Any) -> str:
+    """``key=value`` as a user would type it: quoted for Hydra and for the shell, where need be."""
+    text = str(value)
+    is_plain = re.fullmatch(r"[\w./:@+-]+", text, re.ASCII)
+    return shlex.quote(f"{key}={text if is_plain else _quote(text)}")
+
+
 def _quote_layers(value: str) -> str:
     """Names such as 1.10 are numbers to Hydra: quote what is not quoted."""
 
@@ -202,8 +222,12 @@ def _quote_layers(value: str) -> str:
         text = text.strip()
         return text if not text or text[0] in "'\"" else _quote(text)
 
-    if value.startswith("[") and value.endswith("]"):
-        return "[" + ",".join(quoted(part) for part in value[1:-1].split(",")) + "]"
+    if value.startswith("[") and value.endswith("]"):  # one list, or a sweep over several
+        return re.sub(
+            r"\[([^\[\]]*)\]",
+            lambda match: "[" + ",".join(map(quoted, match[1].split(","))) + "]",
+            value,
+        )
     if re.fullmatch(r"[\d.,]+", value):
         return ",".join(quoted(part) for part in value.split(","))
     return value
@@ -227,6 +251,10 @@ def _prepare(
             )
         key, value = match["key"], match["value"]
         given.add(key)
+        if match["plus"] == "~" and "." not in key:
+            raise ConfigError(f"{word} takes away what {stage} needs; set it instead: {key}=...")
+        if key in groups and value in ("null", "") and key != "experiment":
+            raise ConfigError(f"{key} must be one of {', '.join(_options(key))}, not {value!r}")
         if key == "layers" and value is not None:
             prepared.append(f"{match['plus']}{key}={_quote_layers(value)}")
         elif key in groups and value is not None:
@@ -304,6 +332,13 @@ _NAME_KEY = (
 # --------------------------------------------------------------------------- Hydra
 
 
+def _unusable(error: OSError) -> EmbedxError:
+    """A path that the operating system refuses, in our words; any other OSError is a bug."""
+    if error.filename is None or isinstance(error, BrokenPipeError):
+        raise error
+    return StoreError(f"cannot use {error.filename}: {error.strerror}; check path and rights")
+
+
 class _StopAll(BaseException):
     """Ctrl-C ends a whole sweep: Hydra takes an ordinary exception for one job's failure."""
 
@@ -322,24 +357,27 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
+    started: list[str] = []
     failed: list[tuple[str, EmbedxError]] = []
     parent = os.getpid()
 
     def job(config: DictConfig) -> None:
         label = _sweep_label()
+        started.append(label)
         if label:
             log.info("%s", label)
         try:
             _call_stage(stage, config)
         except Interrupted as error:
             raise _StopAll(error) from None
-        except EmbedxError as error:
+        except (EmbedxError, OSError) as error:
             # Raised, it would stand in Hydra's frame; a launcher of processes knows no other way.
             if os.getpid() != parent:
                 raise
-            failed.append((label, error))
+            reason = error if isinstance(error, EmbedxError) else _unusable(error)
+            failed.append((label, reason))
             if label:
-                _print_error(error)
+                _print_error(reason)
 
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     base = {"version_base": None} if hydra.__version__.startswith("1.3.") else {}
@@ -350,13 +388,16 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
     try:
         decorate = hydra.main(config_path=str(conf_dir()), config_name=stage, **base)
         decorate(job)()
-    except (HydraException, OmegaConfBaseException) as error:
-        if full_error:
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        # Before the first job a ValueError is Hydra's word on an override or a flag.
+        if full_error or (started and isinstance(error, (ValueError, OSError))):
             raise
         raise _one_line(error, stage, prepared) from None
     except _StopAll as stop:
         raise stop.reason from None
     finally:
+        if sweeps:
+            _tidy_sweeps()
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error:
             os.environ["HYDRA_FULL_ERROR"] = full_error
@@ -365,6 +406,15 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
             print(f"failed {label}", file=sys.stderr)
         _print_error(reason)
     return 1 if failed else 0
+
+
+def _tidy_sweeps() -> None:
+    """Hydra notes every sweep in a folder of its own, also a refused one."""
+    for path in (Path("outputs/.sweeps/multirun.yaml"), Path("outputs/.sweeps"), Path("outputs")):
+        try:
+            path.rmdir() if path.is_dir() else path.unlink()
+        except OSError:  # not there, or not empty
+            continue
 
 
 def _sweep_label() -> str:
@@ -386,14 +436,13 @@ def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigE
     if isinstance(error, OverrideParseException):
         key, _, value = str(error.override).partition("=")
         return ConfigError(
-            f"the override {error.override} cannot be read; quote its value: "
-            + shlex.quote(f"{key}={_quote(value)}")
+            f"the override {error.override} cannot be read; quote its value: " + _word(key, value)
         )
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
         key, value = match.groups()
         return ConfigError(
             f"{key}={value} could be a sweep, a list or a text; write -m for a sweep, "
-            f"'{key}=[{value}]' for a list, or {shlex.quote(f'{key}={_quote(value)}')} for a text"
+            f"'{key}=[{value}]' for a list, or {_word(key, value)} for a text"
         )
     if match := re.search(r"You must specify '([\w/]+)'", text):
         group = match[1]
@@ -408,7 +457,7 @@ def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigE
             f"{', '.join(nearest(name, options))}, and all are {', '.join(options)}"
         )
     if match := re.search(r"Could not override '([^']+)'", text):
-        return _unknown_key(match[1], _known_keys(stage, overrides))
+        return unknown_key(match[1], _known_keys(stage, overrides))
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{stage} needs {error.full_key}: pass {error.full_key}=VALUE")
     return ConfigError("; ".join(line.strip() for line in text.splitlines() if line.strip()))
@@ -416,10 +465,6 @@ def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigE
 
 def _options(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-
-
-def _unknown_key(key: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(f"there is no key {key!r}; the nearest are {', '.join(nearest(key, known))}")
 
 
 def _known_keys(stage: str, overrides: Sequence[str]) -> list[str]:
@@ -458,6 +503,12 @@ def _call_stage(stage: str, config: Any) -> None:
     assert isinstance(values, dict)
     values = {str(key): value for key, value in values.items()}
     values.pop("experiment", None)
+    known = {*_keys(stage), *_defaults(stage)}
+    if strange := [str(key) for key in values if key not in known]:
+        raise unknown_key(strange[0], sorted(known))
+    for key in ("embeddings", "out", "path"):
+        if isinstance(values.get(key), str):
+            values[key] = os.path.expanduser(values[key])
     globals()[f"_stage_{stage}"](values)
 
 
@@ -469,7 +520,7 @@ def _choice(group: str) -> str:
 
 def _stage_extract(values: dict[str, Any]) -> Path:
     path = _extract(values)
-    _next(f"project projection=umap embeddings={shlex.quote(str(path))}")
+    _next(f"project projection=umap {_word('embeddings', path)}")
     return path
 
 
@@ -479,12 +530,15 @@ def _extract(values: dict[str, Any]) -> Path:
     settings = dict(values)
     model, data = settings.pop("model"), settings.pop("data")
     out, name = settings.pop("out"), settings.pop("name")
-    _check(extract, settings, where="", also={"name", "out"})
+    check_arguments(extract, settings, positional=2)
     for key, value in (("name", name), ("out", out)):
-        if value is not None and not (isinstance(value, str) and value.strip()):
-            raise ConfigError(f"{key} must be a text, not {value!r}; quote it: '{key}=\"{value}\"'")
+        check_argument(key, value, str | None)
+        if value is not None and not value.strip():
+            raise ConfigError(f"{key} is empty; give a name, or leave it out")
     build_model, build_data = _node(model, "model"), _node(data, "data")
     folder = Path(out) if out else Path("outputs") / _folder_name(name or _run_name(values))
+    if name and folder.name != name:
+        log.info("the name %s is written %s", name, folder.name)
     source = build_data()  # the quicker to fail comes first
     return extract(build_model(), source, out=folder, config=values, **settings).path
 
@@ -515,14 +569,17 @@ def _run_name(values: Mapping[str, Any]) -> str:
 
 
 def _folder_name(name: str) -> str:
-    """A name as one folder: characters that file systems or TensorBoard refuse become ``_``."""
-    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII).lstrip(".") or "_"
+    """A name as one folder: what file systems or TensorBoard refuse is written ``_xNN_``."""
+
+    def escaped(match: re.Match[str]) -> str:
+        return f"_x{ord(match[0]):02x}_"
+
+    return re.sub(r"[^\w.-]|^\.", escaped, name)
 
 
 def _stage_project(values: dict[str, Any]) -> None:
     _project(values)
-    embeddings = shlex.quote(str(values["embeddings"]))
-    _next(f"view embeddings={embeddings}")
+    _next(f"view {_word('embeddings', values['embeddings'])}")
 
 
 def _project(values: dict[str, Any]) -> None:
@@ -530,72 +587,84 @@ def _project(values: dict[str, Any]) -> None:
 
     settings = dict(values)
     node = settings.pop("projection")
-    _check(project, settings, where="")
+    check_arguments(project, settings)
     method = _node(node, "projection", bind=False)
     parameters = {key: value for key, value in node.items() if key != "_target_"}
     project(settings.pop("embeddings"), method=method, **settings, **parameters)
 
 
 def _stage_evaluate(values: dict[str, Any]) -> None:
+    _evaluate(dict(values))
+    _next(f"view {_word('embeddings', values['embeddings'])}")
+
+
+def _evaluate(values: dict[str, Any]) -> None:
     from embedx.evaluate import evaluate
 
-    _check(evaluate, values, where="")
+    check_arguments(evaluate, values)
     evaluate(values.pop("embeddings"), **values)
 
 
 def _stage_export(values: dict[str, Any]) -> None:
     from embedx.export import export
 
-    embeddings = str(values["embeddings"])
+    named = [_word(key, values[key]) for key in ("embeddings", "out") if values[key]]
     node = values.pop("exporter")
-    _check(export, values, where="")
+    check_arguments(export, values)
     exporter = _node(node, "exporter", bind=False)
     options = {key: value for key, value in node.items() if key != "_target_"}
     export(values.pop("embeddings"), exporter=exporter, **values, **options)
-    _next(f"view viewer=tensorboard embeddings={shlex.quote(embeddings)}")
+    _next(" ".join(["view viewer=tensorboard", *named]))
 
 
 def _stage_view(values: dict[str, Any]) -> None:
+    _view(dict(values))
+    if values["viewer"] == "map":
+        _next(f"export {_word('embeddings', values['embeddings'])}")
+
+
+def _view(values: dict[str, Any]) -> None:
     from embedx.view import view
 
-    _check(view, values, where="")
+    check_arguments(view, values)
     view(values.pop("embeddings"), **values)
 
 
 def run(
+    extraction: Mapping[str, Any],
     *,
     projections: list[str],
-    n_components: int,
+    n_components: Literal[2, 3],
     random_state: int,
-    exporter: str,
     color: str,
 ) -> None:
-    """Extract, project by each method, evaluate, export and view in turn.
+    """Extract, project by each method, evaluate, view and export in turn.
 
     Args:
+        extraction: The values of ``extract``.
         projections: Methods, each an option of ``projection``.
         n_components: Dimensions of the maps.
         random_state: Seed of the maps.
-        exporter: An option of ``exporter``.
         color: Column to colour the maps by.
+
+    Raises:
+        EmbedxError: As the stages; wrong values of its own before the work begins.
     """
-
-
-def _stage_run(values: dict[str, Any]) -> None:
     import hydra
     from omegaconf import OmegaConf
 
-    own = {key: values.pop(key) for key in inspect.signature(run).parameters}
-    _check(run, own, where="")
-    for group, options in (("projection", own["projections"]), ("exporter", [own["exporter"]])):
-        for option in options:
-            if option not in _options(group):
-                known = _options(group)
-                raise ConfigError(
-                    f"there is no {group} {option!r}; the nearest are "
-                    f"{', '.join(nearest(option, known))}"
-                )
-    path = _extract(values)
+    known = _options("projection")
+    if not projections:
+        raise ConfigError(f"projections is empty; choose from {', '.join(known)}")
+    for option in projections:
+        if option not in known:
+            raise ConfigError(
+                f"there is no projection {option!r}; the nearest are "
+                f"{', '.join(nearest(option, known))}"
+            )
+    if not 0 <= random_state < 2**32:
+        raise ConfigError(f"random_state must be 0 to 2**32 - 1, not {random_state}")
+    path = _extract(dict(extraction))
 
     def compose(stage: str, *overrides: str) -> dict[str, Any]:
         word = f"embeddings={_quote(str(path))}"
@@ -603,44 +672,45 @@ def _stage_run(values: dict[str, Any]) -> None:
         assert isinstance(composed, dict)
         return {str(key): value for key, value in composed.items()}
 
-    for method in own["projections"]:
+    for method in projections:
         settings = compose("project", f"projection={method}")
-        settings["projection"]["n_components"] = own["n_components"]
-        settings["projection"]["random_state"] = own["random_state"]
-        _project({**settings, "overwrite": values["overwrite"]})
-    _stage_evaluate(compose("evaluate"))
-    _stage_view({**compose("view"), "color": own["color"]})
-    settings = compose("export", f"exporter={own['exporter']}")
-    _stage_export(settings)
-    _next(f"info path={shlex.quote(str(path))} verify=true")
-    log.info("to look at: %s", path.parent / ("maps.png" if len(own["projections"]) > 1 else "."))
+        settings["projection"].update(n_components=n_components, random_state=random_state)
+        _project({**settings, "overwrite": extraction["overwrite"]})
+    _evaluate(compose("evaluate"))
+    _view({**compose("view"), "color": color})
+    _stage_export(compose("export"))
+    _next(f"info {_word('path', path)} verify=true")
+    log.info("to look at: %s", path.parent / ("maps.png" if len(projections) > 1 else "map-*.png"))
 
 
-def layers(*, depth: int | None) -> None:
-    """List the layers of a model.
+def _stage_run(values: dict[str, Any]) -> None:
+    own = {key: values.pop(key) for key in list(inspect.signature(run).parameters)[1:]}
+    check_arguments(run, own, positional=1)
+    run(values, **own)
+
+
+def layers(model: "Model", *, depth: int | None) -> None:
+    """List the layers of a model, what they give for one picture, and their parameters.
 
     Args:
         model: The model; ``model.input_size`` is the side in px of the example.
-        depth: Show names of at most so many parts; null for all.
+        depth: Show names of at most so many parts, the rest folded into them; null for all.
+
+    Raises:
+        ConfigError: ``depth`` is less than 1.
+        ModelError: The model fails on a picture of that size.
     """
-
-
-def _stage_layers(values: dict[str, Any]) -> None:
-    node = values.pop("model")
-    _check(layers, values, where="")
-    build = _node(node, "model")
     import torch
 
     from embedx.hooks import layer_table
 
-    model = build()
-    for note in model.notes:
-        log.info(note)
-    side = model.preprocess.crop_px
-    table = layer_table(model.module, torch.zeros(1, 3, side, side), penultimate=model.layer)
-    depth = values["depth"]
     if depth is not None and depth < 1:
         raise ConfigError(f"depth must be at least 1, not {depth}")
+    for note in model.notes:
+        log.warning(note)
+    side = model.preprocess.crop_px if model.preprocess else 224
+    example = torch.zeros(1, 3, side, side)
+    table = layer_table(model.module, example, penultimate=model.layer, title=model.name)
     rows = [("layer", "type", "output shape", "parameters", "calls", "")]
     for layer in table:
         if not layer.name or (depth is not None and layer.name.count(".") >= depth):
@@ -657,9 +727,16 @@ def _stage_layers(values: dict[str, Any]) -> None:
             cell.rjust(width) if i in (3, 4) else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row[:5], widths, strict=True))
         ]
-        print("  ".join([*aligned, row[5]]).rstrip())
+        log.info("%s", "  ".join([*aligned, row[5]]).rstrip())
     total = sum(layer.n_parameters for layer in table)
     log.info("%s: %s layers, %s parameters", model.name, len(table) - 1, f"{total:,}")
+
+
+def _stage_layers(values: dict[str, Any]) -> None:
+    node = values.pop("model")
+    check_arguments(layers, values, positional=1)
+    model = _node(node, "model")()
+    layers(model, **values)
     _next(f"extract model={_choice('model')} 'layers=[{model.layer or 'penultimate'}]'")
 
 
@@ -669,20 +746,24 @@ def info(*, path: str, verify: bool) -> None:
     Args:
         path: An embeddings or projection file, or the folder of a run.
         verify: Check every row against its checksum.
+
+    Raises:
+        StoreError: It is not a file of embedx, or rows do not match their checksum.
     """
-
-
-def _stage_info(values: dict[str, Any]) -> None:
-    _check(info, values, where="")
     from embedx.store import describe
 
-    about = describe(values["path"], verify=values["verify"])
+    about = describe(path, verify=verify)
     width = max(map(len, about))
     for key, value in about.items():
         first, *rest = str(value).rstrip().split("\n")
         log.info("%-*s  %s", width, key, first)
         for line in rest:
             log.info("%-*s  %s", width, "", line)
+
+
+def _stage_info(values: dict[str, Any]) -> None:
+    check_arguments(info, values)
+    info(**values)
 
 
 def _next(command: str) -> None:
@@ -700,7 +781,8 @@ def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
         from embedx import models
 
         first, target = [target], models.own  # a factory of the user's own
-    _check(target, arguments, where=f"{group}.")
+    before = {"model": len(first), "projection": 1, "exporter": 3}.get(group, 0)
+    check_arguments(target, arguments, positional=before, where=f"{group}.")
     return (lambda: target(*first, **arguments)) if bind else target
 
 
@@ -712,84 +794,11 @@ def _locate(target: str, group: str) -> Callable[..., Any]:
         found = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, ValueError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # a module of the user's own may raise anything
         raise ConfigError(
-            f"{group}._target_={target} cannot be imported ({error}); name a callable as "
-            "package.module.function, from here or installed"
+            f"{group}._target_={target} cannot be imported ({type(error).__name__}: {error}); name "
+            "a callable as package.module.function, from here or installed"
         ) from error
     if not callable(found):
         raise ConfigError(f"{group}._target_={target} is a {type(found).__name__}, not a callable")
     return typing.cast(Callable[..., Any], found)
-
-
-def _check(
-    function: Callable[..., Any],
-    values: Mapping[str, Any],
-    *,
-    where: str,
-    also: frozenset[str] | set[str] = frozenset(),
-) -> None:
-    """Refuse keys a function does not have and values that do not fit its type hints.
-
-    Raises:
-        ConfigError: Names the key with its prefix, both values, and the nearest key.
-    """
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for key, value in values.items():
-        if key not in parameters:
-            if takes_any:
-                continue
-            known = [f"{where}{name}" for name in [*parameters, *also]]
-            raise _unknown_key(f"{where}{key}", known)
-        hint = parameters[key].annotation
-        if hint is inspect.Parameter.empty or isinstance(hint, str):
-            continue  # a function of the user's own without hints
-        try:
-            strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
-            TypeAdapter(hint, config=strict).validate_python(value)
-        except ValidationError:
-            raise ConfigError(
-                f"{where}{key} must be {_in_words(hint)}, not {_shown(value)}{_hint(hint, value)}"
-            ) from None
-
-
-def _in_words(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts = [p for p in typing.get_args(hint) if p.__module__.split(".")[0] != "embedx"]
-        return " or ".join(dict.fromkeys(map(_in_words, parts)))
-    if typing.get_origin(hint) in (list, Sequence):
-        return f"a list of {_in_words(typing.get_args(hint)[0]).removeprefix('a ')}s"
-    words = {
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-        bool: "true or false",
-        types.NoneType: "null",
-        os.PathLike: "a text",
-    }
-    return words.get(typing.get_origin(hint) or hint, getattr(hint, "__name__", str(hint)))
-
-
-def _shown(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "null"}.get(value, repr(value))
-        if isinstance(value, (bool, types.NoneType))
-        else repr(value)
-    )
-
-
-def _hint(hint: Any, value: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal and isinstance(value, str):
-        return f"; the nearest is {nearest(value, typing.get_args(hint), n=1)[0]}"
-    if (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and "text" in _in_words(hint)
-    ):
-        return f"; a number as a text is quoted: '\"{value}\"'"
-    return ""

@@ -177,6 +177,8 @@ def folder(
     Raises:
         DataError: It is missing, is not a folder, or holds no picture.
     """
+    if not root:
+        raise DataError("data.root is empty; name a folder of pictures")
     top = Path(root).expanduser()
     if not top.is_dir():
         what = "is not a folder" if top.exists() else "is not there"
@@ -295,18 +297,23 @@ def in_memory(
             f"data is a {type(items).__name__}; give a folder, an array, a tensor or a Dataset "
             "with __len__ and __getitem__"
         )
+    if hasattr(items, "iloc"):
+        raise DataError("data is a data frame; give its values, data.to_numpy(), and its labels")
     if getattr(items, "shape", None) == ():
         raise DataError("data is a single number; give at least one sample")
     n = len(items)
     if n == 0:
         raise DataError("data is empty; give at least one sample")
     classes = None
-    targets = getattr(items, "targets", None)
-    if labels is None and targets is not None and len(targets) == n:
+    targets: Any = getattr(items, "targets", None)
+    if labels is None and hasattr(targets, "__len__") and len(targets) == n:
         labels, classes = targets, getattr(items, "classes", None)
+    labels, ids = _listed(labels, "labels"), _listed(ids, "ids")
     for what, given in (("labels", labels), ("ids", ids)):
         if given is not None and len(given) != n:
             raise DataError(f"data has {n} samples and {len(given)} {what}; give one each")
+    if ids is not None and not all(isinstance(name, str) for name in ids):
+        raise DataError("the ids are not all texts; give ids=list(map(str, ids))")
     if ids is not None and len(set(ids)) != n:
         twice, count = Counter(ids).most_common(1)[0]
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
@@ -316,7 +323,7 @@ def in_memory(
     if labels is not None:
         try:
             unique, inverse = np.unique(np.asarray(labels), return_inverse=True)
-        except TypeError:
+        except (TypeError, ValueError):
             raise DataError("the labels are of kinds that do not sort; give texts") from None
         if inverse.shape != (n,):
             raise DataError(f"labels have shape {inverse.shape}; give one number or text a sample")
@@ -325,6 +332,10 @@ def in_memory(
         if classes is not None and set(unique.tolist()) <= set(range(len(classes))):
             names = [str(classes[int(value)]) for value in unique.tolist()]
     note = f"{kind}: {n:,} samples, {len(names) or 'no'} classes"
+    if _as_array(items) is None:
+        note += f"; recognised by {min(n, _DIGEST_ITEMS)} of them"
+        if labels is None and _is_labelled(items):
+            note += "; the labels in its items are not read, give them as labels="
     return Source(
         name=kind,
         ids=list(ids) if ids is not None else [str(i) for i in range(n)],
@@ -336,14 +347,36 @@ def in_memory(
     )
 
 
+_DIGEST_ITEMS = 16
+
+
+def _listed(values: Any, what: str) -> list[Any] | None:
+    """Labels or ids of any container as a list."""
+    if values is None:
+        return None
+    array = _as_array(values)
+    try:
+        return list(values) if array is None else list(array.tolist())
+    except TypeError:
+        raise DataError(f"{what} is a {type(values).__name__}; give a list, one a sample") from None
+
+
+def _is_labelled(items: Any) -> bool:
+    with contextlib.suppress(Exception):  # a row that cannot be read fails later, and by itself
+        return isinstance(items[0], tuple) and len(items[0]) > 1
+    return False
+
+
 def _digest(items: Any) -> str:
     """Tells an array by its bytes; a Dataset, where reading all would cost a pass, by 16 items."""
     if (values := _as_array(items)) is not None:
-        return hashlib.sha256(_array_bytes(values)).hexdigest()
+        digest = hashlib.sha256()
+        _update(digest, values)
+        return digest.hexdigest()
     n = len(items)
     digest = hashlib.sha256(f"{type(items).__module__}.{type(items).__qualname__} {n}".encode())
     read = _ItemReader(items)
-    for i in sorted({round(j * (n - 1) / 15) for j in range(16)}):
+    for i in sorted({round(j * (n - 1) / (_DIGEST_ITEMS - 1)) for j in range(_DIGEST_ITEMS)}):
         try:
             item = read(i)
         except Exception as error:  # a row that cannot be read fails later, and by itself
@@ -353,7 +386,7 @@ def _digest(items: Any) -> str:
             item = item if isinstance(item, (str, bytes, int, float)) else type(item).__qualname__
             digest.update(repr(item).encode("utf-8", "backslashreplace"))
         else:
-            digest.update(_array_bytes(values))
+            _update(digest, values)
     return digest.hexdigest()
 
 
@@ -371,8 +404,13 @@ def _as_array(value: Any) -> Array | None:
     return array
 
 
-def _array_bytes(values: Array) -> bytes:
-    return f"{values.shape} {values.dtype}".encode() + np.ascontiguousarray(values).tobytes()
+def _update(digest: "hashlib._Hash", values: Array) -> None:
+    """Add an array to a hash, a block at a time: it may be mapped from a disk."""
+    digest.update(f"{values.shape} {values.dtype}".encode())
+    rows = values.reshape(1) if values.ndim == 0 else values
+    block = max(1, 2**24 // max(1, rows[:1].nbytes))
+    for start in range(0, len(rows), block):
+        digest.update(np.ascontiguousarray(rows[start : start + block]).tobytes())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,5 +419,5 @@ class _ItemReader:
 
     def __call__(self, i: int) -> Any:
         item = self.items[i]
-        item = item[0] if isinstance(item, (tuple, list)) else item
+        item = item[0] if isinstance(item, tuple) else item
         return _upright_rgb(item) if isinstance(item, Image.Image) else item

@@ -9,7 +9,8 @@ are longer than a line travel as notes (``error.__notes__``)::
     ├── ShapeError       (ValueError)    a tensor of another shape than was asked for
     ├── ModelError       (ValueError)    weights, checkpoints, model factories
     ├── DataError        (ValueError)    a data source, or every row of it
-    ├── StoreError       (OSError)       a file that is not ours, damaged, locked or of another run
+    ├── StoreError       (OSError)       a file that is not ours, damaged, or of another run
+    │   └── InUseError                   a file that another process is writing
     ├── DependencyError  (ImportError)   an extra that is not installed
     └── Interrupted      (RuntimeError)  stopped by a signal, with everything finished so far kept
 """
@@ -44,6 +45,10 @@ class DataError(EmbedxError, ValueError):
 
 class StoreError(EmbedxError, OSError):
     """A file is not ours, is damaged, is in use, or belongs to another run."""
+
+
+class InUseError(StoreError):
+    """Another process is writing the file."""
 
 
 class DependencyError(EmbedxError, ImportError):
@@ -83,3 +88,9 @@ def nearest(word: str, choices: Iterable[str], *, n: int = 3) -> list[str]:
             choice,
         ),
     )[:n]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from embedx import store
+from embedx.checks import checked
 from embedx.neighbors import knn_accuracy
 from embedx.store import Embeddings
 
 log = logging.getLogger("embedx")
 
 
+@checked
 def evaluate(
     embeddings: str | os.PathLike[str] | Embeddings, *, projections: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from embedx import store
+from embedx.checks import checked
 from embedx.errors import ConfigError, DataError, StoreError, missing_extra
 from embedx.store import Array, Embeddings, Projection
 
@@ -26,6 +27,7 @@ SHEET_PX_MOST = 8192
 CLASSES_MOST = 50
 
 
+@checked
 def export(
     embeddings: str | os.PathLike[str] | Embeddings,
     *,
@@ -161,7 +163,7 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
             files[tensor.bookmarks_path] = _bookmarks(
                 x, rows, own, label=_label_column(columns), color=color
             )
-    files[_CONFIG] = (_MARK + text_format.MessageToString(config)).encode()
+    files[store.EXPORT_CONFIG] = (store.EXPORT_MARK + text_format.MessageToString(config)).encode()
     _swap_folder(folder, files)
     log.info(
         "wrote %s: %s rows, %s tensors, %s projections as bookmarks, %s",
@@ -174,8 +176,6 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
     return folder
 
 
-_CONFIG = "projector_config.pbtxt"
-_MARK = "# Written by embedx; the next export to this folder replaces all of it.\n"
 EXPORTERS: dict[str, Callable[..., Path]] = {"tensorboard": tensorboard}
 
 
@@ -185,11 +185,7 @@ def _check_ours(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; choose another out=FOLDER")
-    foreign = {path.name for path in folder.iterdir()}
-    if _CONFIG in foreign:
-        text = (folder / _CONFIG).read_text(encoding="utf-8", errors="replace")
-        if text.startswith(_MARK):
-            foreign -= {_CONFIG, *re.findall(r'_path: "([^"]*)"', text)}
+    foreign = store.foreign_in_export(folder)
     if foreign:
         raise ConfigError(
             f"{folder} holds {min(foreign)}, which is no part of an export; choose another "

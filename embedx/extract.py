@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -28,15 +27,17 @@ from torch import Tensor, nn
 from embedx import data as sources
 from embedx import hooks, models, store
 from embedx import pooling as pools
+from embedx.checks import checked
 from embedx.data import Source
 from embedx.errors import (
     ConfigError,
     DataError,
     EmbedxError,
     Interrupted,
-    ModelError,
+    InUseError,
     ShapeError,
     StoreError,
+    first_line,
 )
 from embedx.models import Model, Preprocess
 from embedx.progress import Progress
@@ -60,6 +61,7 @@ ROW_SETTINGS = (
 )
 
 
+@checked
 def extract(
     model: Model | nn.Module,
     data: Any,
@@ -77,8 +79,8 @@ def extract(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     preprocess: Preprocess | None = None,
-    labels: Sequence[Any] | None = None,
-    ids: Sequence[str] | None = None,
+    labels: Any = None,
+    ids: Any = None,
     config: Mapping[str, Any] | None = None,
 ) -> Embeddings:
     """Run data through a model once and stream what its layers give into one file.
@@ -119,19 +121,25 @@ def extract(
         StoreError: No space, another writer, or ``out`` holds another run.
         Interrupted: SIGINT or SIGTERM; everything finished so far is kept.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+    if not 1 <= batch_size < 2**31:
+        raise ConfigError(f"batch_size must be at least 1 (and below 2**31), not {batch_size}")
     if num_workers < 0:
         raise ConfigError(f"num_workers must be at least 0, not {num_workers}")
     if not 0 <= thumbnails <= 512:
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
-    described = model if isinstance(model, Model) else _described(model, preprocess)
+    described = model if isinstance(model, Model) else models.live(model, preprocess=preprocess)
     source = _as_source(data, labels=labels, ids=ids)
-    for note in (*described.notes, *source.notes):
+    for note in described.notes:
+        log.warning(note)
+    for note in source.notes:
         log.info(note)
+    if described.module.training:
+        log.warning("%s is in train mode: it runs in eval mode, and is put back", described.name)
     torch_device = _device(device, described, is_live=not isinstance(model, Model))
     if precision == "fp16" and torch_device.type == "cpu":
         raise ConfigError("precision=fp16 needs a GPU, and the device is cpu; use bf16 or fp32")
+    if precision == "tf32" and torch_device.type != "cuda":
+        raise ConfigError(f"precision=tf32 needs cuda, and the device is {torch_device}; use fp32")
     points = hooks.resolve_points(
         described.module,
         layers,
@@ -151,6 +159,7 @@ def extract(
         save_outputs=save_outputs,
         thumbnails=thumbnails,
         on_error=on_error,
+        only_pictures=preprocess is not None,
     )
     identity = plan.identity()
     file_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -158,14 +167,13 @@ def extract(
     path = folder / store.EMBEDDINGS_NAME
     if source.root is not None and folder.resolve() == source.root.resolve():
         raise ConfigError(f"out={folder} is the folder of the data; choose another out=FOLDER")
-    if overwrite:
-        _remove_run(path)
-    if path.exists():
-        _refuse_another(path, path, identity)
-        log.info("%s is complete already with these settings: nothing to do", path)
-        return store.open(path)
-    if store.partial_path(path).exists():
-        _refuse_another(path, store.partial_path(path), identity)
+    if not overwrite:
+        if path.exists():
+            _refuse_another(path, identity)
+            log.info("%s is complete already with these settings: nothing to do", path)
+            return store.open(path)
+        if store.partial_path(path).exists():
+            _refuse_another(store.partial_path(path), identity)
     log.info(
         "extracting %s of %s over %s (%s rows) on %s into %s",
         ", ".join(point.name for point in points),
@@ -192,7 +200,7 @@ def extract(
         "environment": json.dumps(_environment()),
     }
     text = yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
-    _run(plan, path, attrs, config=text)
+    _run(plan, path, attrs, config=text, overwrite=overwrite)
     return store.open(path)
 
 
@@ -213,6 +221,7 @@ class _Plan:
     save_outputs: bool
     thumbnails: int
     on_error: str
+    only_pictures: bool
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the rows, for the id of the file and to name a difference."""
@@ -220,6 +229,8 @@ class _Plan:
         return {
             "model": self.model.source,
             "weights_sha256": self.model.weights_sha256,
+            "code": self.model.code,
+            "tokens": self.model.tokens,
             "preprocess": prepared.config() if prepared else None,
             "layers": [point.name for point in self.points],
             "pooling": self.poolings,
@@ -229,6 +240,7 @@ class _Plan:
             "thumbnails": self.thumbnails,
             "rows": len(self.source),
             "items": self.source.fingerprint,
+            "columns": _columns_sha256(self.source),
             "revisions": [
                 hooks.HOOKS_REVISION,
                 pools.POOLING_REVISION,
@@ -237,13 +249,15 @@ class _Plan:
         }
 
 
-def _described(model: Any, preprocess: Preprocess | None) -> Model:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module or a Model")
-    return models.live(model, preprocess=preprocess)
+def _columns_sha256(source: Source) -> str:
+    """SHA-256 of what the file keeps of the samples beside what the model makes of them."""
+    labels = None if source.labels is None else source.labels.tolist()
+    metadata = {name: list(map(str, column)) for name, column in source.metadata.items()}
+    columns = [list(source.ids), labels, list(source.label_names), metadata]
+    return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
 
 
-def _as_source(data: Any, *, labels: Sequence[Any] | None, ids: Sequence[str] | None) -> Source:
+def _as_source(data: Any, *, labels: Any, ids: Any) -> Source:
     if isinstance(data, Source):
         source = data
     elif isinstance(data, (str, os.PathLike)):
@@ -286,24 +300,35 @@ def _environment() -> dict[str, Any]:
 
 def _public_config(config: Mapping[str, Any]) -> str:
     """The settings that decide the rows, as YAML; of paths only the last part: files travel."""
-    kept = {key: config[key] for key in ROW_SETTINGS if key in config}
-    for group, key in (("data", "root"), ("model", "checkpoint")):
-        node = kept.get(group)
-        if isinstance(node, Mapping) and node.get(key):
-            kept[group] = {**node, key: Path(str(node[key])).name}
+
+    def last_part(value: Any, key: str = "") -> Any:
+        if isinstance(value, Mapping):
+            return {name: last_part(inner, name) for name, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [last_part(inner) for inner in value]
+        is_path = isinstance(value, str) and (
+            key in ("root", "checkpoint") or value.startswith(("/", "~"))
+        )
+        return Path(value).name if is_path else value
+
+    kept = {key: last_part(config[key]) for key in ROW_SETTINGS if key in config}
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
 
-def _refuse_another(path: Path, present: Path, identity: Mapping[str, Any]) -> None:
+def _refuse_another(present: Path, identity: Mapping[str, Any]) -> None:
     """Raise if the file that is there belongs to another run, naming the first difference."""
-    there = json.loads(store.Embeddings(present).attrs.get("identity", "{}"))
+    there = store.Embeddings(present).identity
     differing = [key for key, value in identity.items() if there.get(key) != value]
     if not differing:
         return
-    key = min(differing, key=["items", "revisions"].__contains__)
+    key = min(differing, key=["code", "items", "columns", "revisions"].__contains__)
     was, now = there.get(key), identity[key]
     if key == "items":
         difference = "the data has changed since (files added, removed or edited)"
+    elif key == "columns":
+        difference = "the ids or labels are others"
+    elif key == "code":
+        difference = "the code or the structure of the model has changed since"
     else:
         difference = f"its {key} is {_short(was)}, and here it is {_short(now)}"
     raise StoreError(
@@ -317,17 +342,22 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _remove_run(path: Path) -> None:
-    """Remove an embeddings file and everything that was derived from it."""
-    folder = path.parent
-    for file in (path, store.partial_path(path), store.errors_path(path)):
-        file.unlink(missing_ok=True)
-    for name in ("projections", "projector"):
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
-    for pattern in ("map-*.png", "maps.png", "scores.json", "neighbors-*.h5"):
-        for derived in folder.glob(pattern):
-            derived.unlink()
+def _remove_derived(folder: Path, file_id: str) -> None:
+    """Remove what was made of the embeddings with this id, and nothing that somebody else made."""
+    for file in (folder / "projections").glob("*.h5"):
+        with contextlib.suppress(StoreError):
+            if store.open_projection(file).attrs["parent"] == file_id:
+                file.unlink()
+    scores = folder / "scores.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        if json.loads(scores.read_bytes()).get("parent") == file_id:
+            scores.unlink()
+    for picture in [*folder.glob("map-*.png"), folder / "maps.png"]:
+        if picture.is_file() and store.PICTURE_MARK in picture.read_bytes()[:4096]:
+            picture.unlink()
+    store.remove_export(folder / "projector")
+    with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
+        (folder / "projections").rmdir()
 
 
 # --------------------------------------------------------------------------- the loop
@@ -342,6 +372,9 @@ class _Batch:
         inputs: Shape ``(b, ...)``, zeros for bad items; None if every one is bad.
         reasons: Why an item is bad, by its place in the batch.
         thumbnails: Shape ``(b, side, side, 3)`` uint8, or None.
+        size: b.
+        are_pixels: Whether they came out of the preprocessing; tensors enter as they are.
+        fatal: Why the run cannot go on; an exception would carry a worker's traceback.
     """
 
     start: int
@@ -349,6 +382,8 @@ class _Batch:
     reasons: dict[int, str]
     thumbnails: Array | None
     size: int
+    are_pixels: bool = False
+    fatal: EmbedxError | None = None
 
 
 class _Batches(torch.utils.data.Dataset[_Batch]):
@@ -357,6 +392,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
     def __init__(self, plan: _Plan, *, first_row: int) -> None:
         self._source = plan.source
         self._preprocess = plan.model.preprocess
+        self._only_pictures = plan.only_pictures
         self._side_px = plan.thumbnails
         self._batch_size = plan.batch_size
         self._first_row = first_row
@@ -365,11 +401,18 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         return math.ceil((len(self._source) - self._first_row) / self._batch_size)
 
     def __getitem__(self, number: int) -> _Batch:
+        try:
+            return self._read(number)
+        except EmbedxError as error:
+            return _Batch(0, None, {}, None, 0, fatal=error)
+
+    def _read(self, number: int) -> _Batch:
         start = self._first_row + number * self._batch_size
         size = min(self._batch_size, len(self._source) - start)
         inputs: dict[int, Tensor] = {}
         reasons: dict[int, str] = {}
         miniatures: Array | None = None
+        are_pixels = False
         for i in range(size):
             try:
                 item = self._source.read(start + i)
@@ -379,11 +422,13 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                         miniatures = np.full(shape, 255, np.uint8)
                     miniatures[i] = sources.thumbnail(item, self._side_px)
                 inputs[i] = self._prepare(item)
+                are_pixels = isinstance(item, Image.Image)
             except (ConfigError, ShapeError):
                 raise
             except Exception as error:  # whatever is wrong with one item is that item's alone
                 reasons[i] = _reason(error)
-        return _Batch(start, self._stack(inputs, size, start), reasons, miniatures, size)
+        stacked = self._stack(inputs, size, start)
+        return _Batch(start, stacked, reasons, miniatures, size, are_pixels)
 
     def _prepare(self, item: Any) -> Tensor:
         if isinstance(item, Image.Image):
@@ -393,6 +438,11 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                     "preprocess=embedx.models.Preprocess(resize_px=256, crop_px=224)"
                 )
             return self._preprocess.pixels(item)
+        if self._only_pictures:
+            raise ConfigError(
+                f"preprocess= takes pictures, and the data are {type(item).__name__}; leave it "
+                "out, tensors enter as they are"
+            )
         return torch.as_tensor(item)
 
     def _stack(self, inputs: Mapping[int, Tensor], size: int, start: int) -> Tensor | None:
@@ -401,19 +451,23 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         first, example = next(iter(inputs.items()))
         stacked = torch.zeros((size, *example.shape), dtype=example.dtype)
         for i, tensor in inputs.items():
-            if tensor.shape != example.shape:
+            if tensor.shape != example.shape or tensor.dtype != example.dtype:
                 raise ShapeError(
-                    f"sample {self._source.ids[start + i]} has shape {tuple(tensor.shape)} and "
-                    f"sample {self._source.ids[start + first]} has {tuple(example.shape)}; bring "
-                    "all samples to one shape"
+                    f"sample {self._source.ids[start + i]} is {_form(tensor)} and sample "
+                    f"{self._source.ids[start + first]} is {_form(example)}; bring all samples to "
+                    "one shape and type"
                 )
             stacked[i] = tensor
         return stacked
 
 
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _reason(error: Exception) -> str:
     """Why an item failed, in one line and without its path: rows go by their id."""
-    text = _first_line(error)
+    text = first_line(error)
     if isinstance(error, PIL.UnidentifiedImageError):
         text = "not a picture in a format that is read"
     elif isinstance(error, OSError) and error.strerror:
@@ -466,10 +520,23 @@ def _stop_on_signal() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any], *, config: str) -> None:
+def _run(
+    plan: _Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwrite: bool
+) -> None:
     """Fill ``path``, from the start or from where it was left."""
     expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
-    writer = store.resume(path, expected=expected)
+    try:
+        writer = store.resume(path, expected=expected)
+    except InUseError:
+        raise
+    except StoreError:
+        if not overwrite:
+            raise
+        writer = None
+    settings = path.with_name("config.yaml")
+    if writer is not None and not settings.exists():
+        store.replace_file(settings, config.encode())
+    replaced = store.open(path).attrs["id"] if overwrite and path.exists() else None
     started = time.monotonic()
     n_rows = len(plan.source)
     first_row = writer.rows_done if writer else 0
@@ -488,7 +555,9 @@ def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any], *, config: str) -> N
         stack.callback(lambda: writer.close() if writer else None)
         progress = stack.enter_context(Progress(n_rows, what="extract", done=first_row))
         forward = stack.enter_context(_forward(plan))
-        for batch in loader:
+        for batch in _whole(loader, plan):
+            if batch.fatal is not None:
+                raise batch.fatal
             if batch.reasons and plan.on_error == "raise":
                 row = batch.start + min(batch.reasons)
                 if writer:
@@ -504,8 +573,8 @@ def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any], *, config: str) -> N
                 if writer is None:
                     assert results is not None
                     fields = _fields(plan, results, has_thumbnails=batch.thumbnails is not None)
-                    writer = _create(plan, path, fields, attrs)
-                    store.replace_file(path.with_name("config.yaml"), config.encode())
+                    writer = _create(plan, path, fields, attrs, replace=overwrite)
+                    store.replace_file(settings, config.encode())
                     for earlier in waiting:
                         _append(writer, earlier, None, plan.source)
                 _append(writer, batch, results, plan.source)
@@ -528,9 +597,38 @@ def _run(plan: _Plan, path: Path, attrs: Mapping[str, Any], *, config: str) -> N
         if writer.n_failed == n_rows:
             writer.commit()
             reason = store.read_reasons(path)[0]["reason"]
+            writer.discard()
+            settings.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
             raise DataError(f"every one of the {n_rows:,} rows failed; the first: {reason}")
         writer.finish()
+        if replaced is not None:
+            _remove_derived(path.parent, str(replaced))
+        if stop.number:  # too late for this file, in time for what would follow
+            raise Interrupted(
+                f"stopped by {signal.Signals(stop.number).name} when {path} was complete",
+                signal_number=stop.number,
+            )
     _report(writer, path, seconds=time.monotonic() - started, rate=progress.rate)
+
+
+def _whole(loader: "torch.utils.data.DataLoader[_Batch]", plan: _Plan) -> Iterator[_Batch]:
+    """The batches; a worker process that dies is said in one line."""
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                "a process that reads the data died, killed or out of memory; what was committed "
+                f"is kept: run again to go on, with less than num_workers={plan.num_workers}"
+            ) from error
+        yield batch
 
 
 def _report(writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:
@@ -551,8 +649,8 @@ def _report(writer: store.Writer, path: Path, *, seconds: float, rate: float) ->
     if writer.n_failed:
         reasons = store.read_reasons(path)
         for reason in reasons[:3]:
-            log.info("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
-        log.info("all %s failed rows: %s", f"{writer.n_failed:,}", store.errors_path(path))
+            log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
+        log.warning("all %s failed rows: %s", f"{writer.n_failed:,}", store.errors_path(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -595,35 +693,33 @@ def _forward(plan: _Plan) -> Iterator[Any]:
 
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     with contextlib.ExitStack() as stack:
-        if next(module.parameters(), torch.empty(0, device=plan.device)).device != plan.device:
+        lies_on = next((p.device for p in module.parameters()), plan.device)
+        if lies_on != plan.device:
+            stack.callback(module.to, lies_on)
             module.to(plan.device)
-        stack.enter_context(hooks.undisturbed(module))
+        stack.enter_context(hooks.undisturbed(module, device=plan.device))
         stack.enter_context(_matmul_precision(plan.precision))
         got = stack.enter_context(hooks.Capture(module, plan.points, reduce=reduce))
 
         def forward(batch: _Batch) -> _Results:
             assert batch.inputs is not None
             with (
-                torch.inference_mode(),
+                torch.no_grad(),  # inference tensors in a model's own cache could not be trained on
                 torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
             ):
                 inputs = batch.inputs.to(plan.device, non_blocking=True)
-                if prepared is not None and inputs.dtype == torch.uint8:
+                if prepared is not None and batch.are_pixels:
                     inputs = prepared.normalize(inputs)
                 if inputs.ndim == 4:
                     inputs = inputs.contiguous(memory_format=torch.channels_last)
-                try:
-                    output = module(inputs)
-                except EmbedxError:
-                    raise
-                except Exception as error:
-                    raise ModelError(
-                        f"{plan.model.name} failed on a batch of shape {tuple(inputs.shape)}: "
-                        f"{type(error).__name__}: {_first_line(error)}"
-                    ) from error
+                # A model that draws random numbers draws the same ones for a batch in every run.
+                torch.manual_seed(batch.start)
+                output = hooks.run_model(module, inputs, title=plan.model.name)
                 arrays, attrs = {}, {}
                 for point in plan.points:
                     rows = got[point.name]
+                    if rows.is_complex():
+                        raise ShapeError(f"layer {point.name} gives complex numbers")
                     if rows.ndim != 2 or len(rows) != batch.size:
                         raise ShapeError(
                             f"layer {point.name} gives {tuple(rows.shape)} for {batch.size} "
@@ -657,11 +753,6 @@ def _forward(plan: _Plan) -> Iterator[Any]:
         yield forward
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
-
-
 def _logits(output: Any, model: str, size: int) -> Array:
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != size:
         what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -676,13 +767,20 @@ def _logits(output: Any, model: str, size: int) -> Array:
 @contextlib.contextmanager
 def _matmul_precision(precision: Precision) -> Iterator[None]:
     """fp32 means fp32: TensorFloat-32 is off unless it was asked for."""
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = (matmul.allow_tf32, conv.allow_tf32)
+    # Some of these appear only at run time, so a type checker does not know them.
+    backends: Any = torch.backends
+    places = [
+        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
+        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+    ]
+    before = [place.fp32_precision for place in places]
     try:
-        matmul.allow_tf32 = conv.allow_tf32 = precision == "tf32"
+        for place in places:
+            place.fp32_precision = "tf32" if precision == "tf32" else "ieee"
         yield
     finally:
-        matmul.allow_tf32, conv.allow_tf32 = before
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
 
 
 def _fields(plan: _Plan, results: _Results, *, has_thumbnails: bool) -> list[Field]:
@@ -694,7 +792,7 @@ def _fields(plan: _Plan, results: _Results, *, has_thumbnails: bool) -> list[Fie
 
 
 def _create(
-    plan: _Plan, path: Path, fields: Sequence[Field], attrs: Mapping[str, Any]
+    plan: _Plan, path: Path, fields: Sequence[Field], attrs: Mapping[str, Any], *, replace: bool
 ) -> store.Writer:
     source = plan.source
     return store.create(
@@ -705,6 +803,7 @@ def _create(
         labels=source.labels,
         label_names=source.label_names,
         metadata=source.metadata,
+        replace=replace,
     )
 
 
@@ -717,6 +816,11 @@ def _append(writer: store.Writer, batch: _Batch, results: _Results | None, sourc
     rows = {}
     for field in writer.fields:
         array = results.arrays.get(field.name) if results is not None else None
+        if array is not None and array.shape[1:] != field.shape:
+            raise ShapeError(
+                f"{field.name} has shape {array.shape[1:]} from row {batch.start} on and "
+                f"{field.shape} before; choose a pooling that gives one length, such as pooling=gap"
+            )
         if array is None:
             array = np.empty((batch.size, *field.shape), field.dtype)
             array[...] = _blank(field)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embedx.errors import LayerError, nearest
+from embedx.checks import checked
+from embedx.errors import EmbedxError, LayerError, ModelError, first_line, nearest
 
 HOOKS_REVISION = 1  # raised when what a point captures changes; part of every file's id
 
@@ -130,6 +131,8 @@ def resolve_points(
         if text == "penultimate":
             found = parse_point(penultimate) if penultimate else find_penultimate(module)
             matches = [found]
+            if found.layer not in names:
+                raise _no_such_layer(module, found.layer, names, title)
         else:
             point = parse_point(text)
             if point.layer in names:
@@ -172,8 +175,15 @@ class Capture(Mapping[str, Tensor]):
         self._calls: Counter[str] = Counter()
         self._tensors: dict[str, Tensor] = {}
         self._stack = contextlib.ExitStack()
+        self._active = False
 
     def __enter__(self) -> "Capture":
+        return self.set()
+
+    def set(self) -> "Capture":
+        """Set the hooks, unless they are set; for use without a ``with`` block."""
+        if self._active:
+            return self
         modules = dict(self._module.named_modules())
         with contextlib.ExitStack() as stack:
             # Fused attention skips the modules inside it, and with them their hooks.
@@ -188,6 +198,7 @@ class Capture(Mapping[str, Tensor]):
                 for handle in self._register(layer, modules[layer]):
                     stack.callback(handle.remove)
             self._stack = stack.pop_all()
+        self._active = True
         return self
 
     def __exit__(
@@ -201,12 +212,16 @@ class Capture(Mapping[str, Tensor]):
     def remove(self) -> None:
         """Take every hook off the model and restore its fast paths; harmless when repeated."""
         self._stack.close()
+        self._active = False
 
     def __getitem__(self, name: str) -> Tensor:
         point = self._points[name]
         if name in self._tensors and (point.call is not None or self._calls[point.layer] == 1):
             return self._tensors[name]
         raise self._explain(point)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._points
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._points)
@@ -321,10 +336,11 @@ def _step(value: Any, key: str, point: Point, where: str) -> Any:
     )
 
 
+@checked
 def capture(
     module: nn.Module, points: str | Sequence[str], *, reduce: Reduce | None = None
 ) -> Capture:
-    """Copy what layers produce, in a ``with`` block around one's own forward passes.
+    """Copy what layers produce, from now until ``remove()`` or the end of a ``with`` block.
 
     Args:
         module: The model; it is left exactly as it was.
@@ -337,15 +353,46 @@ def capture(
     Raises:
         LayerError: A layer is not there (at once), or did not fire once (when it is read).
     """
-    return Capture(module, resolve_points(module, points), reduce=reduce)
+    return Capture(module, resolve_points(module, points), reduce=reduce).set()
+
+
+def run_model(module: nn.Module, inputs: Tensor, *, title: str) -> Any:
+    """One forward pass; whatever the model raises becomes one line.
+
+    Args:
+        module: The model.
+        inputs: What goes in.
+        title: What the user calls the model.
+
+    Returns:
+        What the model gives.
+
+    Raises:
+        ModelError: The model raised; the cause is attached.
+    """
+    try:
+        return module(inputs)
+    except EmbedxError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{title} failed on a batch of shape {tuple(inputs.shape)}: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
 
 
 @contextlib.contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, and leave its modes and the random state as they were."""
+def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Iterator[None]:
+    """Run a model in eval mode, and leave its modes and the random state as they were.
+
+    Args:
+        module: The model.
+        device: Where it runs, if its random state is to be kept too.
+    """
     modes = [(child, child.training) for child in module.modules()]
+    gpus = [device] if device is not None and device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus):
             module.eval()
             yield
     finally:
@@ -375,7 +422,7 @@ class Layer:
 
 
 def layer_table(
-    module: nn.Module, example: Tensor, *, penultimate: str | None = None
+    module: nn.Module, example: Tensor, *, penultimate: str | None = None, title: str = "the model"
 ) -> list[Layer]:
     """Every module of a model with what one example pass shows of it.
 
@@ -383,12 +430,19 @@ def layer_table(
         module: The model; it is left exactly as it was.
         example: Input of one pass.
         penultimate: The point marked as such; found where it is not given.
+        title: What the user calls the model, for the message.
+
+    Raises:
+        LayerError: ``penultimate`` is no layer of the model.
+        ModelError: The pass failed.
 
     Returns:
         One row a module in registration order; ``n_parameters`` sums to that of ``parameters()``.
     """
-    marked = parse_point(penultimate) if penultimate else None
-    if marked is None:
+    marked = None
+    if penultimate:
+        (marked,) = resolve_points(module, "penultimate", penultimate=penultimate, title=title)
+    else:
         with contextlib.suppress(LayerError):
             marked = find_penultimate(module)
     calls: Counter[str] = Counter()
@@ -412,7 +466,7 @@ def layer_table(
         for name, child in module.named_modules():
             stack.callback(child.register_forward_hook(watch(name)).remove)
         with undisturbed(module), torch.inference_mode():
-            module(example)
+            run_model(module, example, title=title)
     rows: list[Layer] = []
     counted: set[int] = set()
     for name, child in module.named_modules():

@@ -5,8 +5,12 @@ import dataclasses
 import hashlib
 import inspect
 import os
+import re
 import socket
+import sys
+import traceback
 import urllib.error
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +19,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from embedx.errors import ConfigError, ModelError, missing_extra, nearest
+from embedx.errors import ConfigError, DataError, ModelError, first_line, missing_extra, nearest
 
 PREPROCESS_REVISION = 1  # raised when pixels change; part of every file's id
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+RESIZED_PIXELS_MOST = 64_000_000
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -45,10 +50,27 @@ class Preprocess:
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.crop_px <= self.resize_px:
+            raise ConfigError(
+                f"pictures are resized to {self.resize_px} px and cut to {self.crop_px}: make both "
+                "at least 1 px, and model.resize no less than model.input_size"
+            )
+
     def pixels(self, image: Image.Image) -> Tensor:
-        """Resize and crop, on the CPU: uint8, shape ``(3, crop_px, crop_px)``."""
+        """Resize and crop, on the CPU: uint8, shape ``(3, crop_px, crop_px)``.
+
+        Raises:
+            DataError: The picture is so thin that it would become huge.
+        """
         from torchvision.transforms import functional
 
+        short, long = sorted(image.size)
+        if self.resize_px**2 * long > short * RESIZED_PIXELS_MOST:
+            raise DataError(
+                f"{image.width}x{image.height} px is too thin: with {self.resize_px} px on the "
+                f"shorter side it has more than {RESIZED_PIXELS_MOST / 1e6:.0f} megapixels"
+            )
         mode = functional.InterpolationMode(self.interpolation)
         resized = functional.resize(image, [self.resize_px], mode)
         cut = functional.center_crop(resized, [self.crop_px])
@@ -82,6 +104,7 @@ class Model:
         weights_sha256: Of the weights' file, or of the parameters and buffers themselves.
         source: Where the network is defined.
         license: Of the weights, as far as it is known.
+        code: What the network computes with its weights, as a hash of its structure and source.
         tokens: Pooling that ``auto`` means for tokens, such as ``cls``.
         notes: What the user should be told aloud.
     """
@@ -94,6 +117,7 @@ class Model:
     weights_sha256: str
     source: str
     license: str
+    code: str
     tokens: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -115,12 +139,40 @@ def file_sha256(path: Path) -> str:
 
 
 def state_sha256(module: nn.Module) -> str:
-    """SHA-256 of a network's parameters and buffers: names, types, shapes, bytes."""
+    """SHA-256 of a network's parameters and buffers, saved or not: names, types, shapes, bytes.
+
+    Raises:
+        ModelError: A tensor holds no values yet, or is not stored densely.
+    """
     digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, nn.parameter.UninitializedParameter) or tensor.is_meta:
+            raise ModelError(
+                f"{type(module).__name__} has no values for {name} yet; run it once on an example, "
+                "or load its weights, first"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise ModelError(f"{name} of {type(module).__name__} is not a dense tensor")
         value = tensor.detach().cpu().contiguous()
         digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def code_sha256(module: nn.Module) -> str:
+    """SHA-256 of a network's structure, and of the source of classes that no package defines.
+
+    Weights alone do not say what is computed with them: a ReLU may have become a Tanh.
+    """
+    # Addresses in memory differ from run to run.
+    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "0x", repr(module)).encode())
+    kinds = {type(child) for child in module.modules()}
+    for kind in sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"):
+        digest.update(f"{kind.__module__}.{kind.__qualname__}\0".encode())
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        if "site-packages" not in file and not kind.__module__.startswith("torch"):
+            with contextlib.suppress(OSError, TypeError):  # typed at a prompt: no source
+                digest.update(inspect.getsource(kind).encode())
     return digest.hexdigest()
 
 
@@ -136,21 +188,30 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not path.is_file():
         raise ModelError(f"the checkpoint {path} is not there; check model.checkpoint")
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a file that is not a checkpoint
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else repr(error)
         raise ModelError(
-            f"{path} does not load as a checkpoint of tensors alone ({reason}); save it with "
-            "torch.save(model.state_dict(), FILE)"
+            f"{path} does not load as a checkpoint of tensors alone ({first_line(error)[:120]}); "
+            "save it with torch.save(model.state_dict(), FILE)"
         ) from error
     for key in ("state_dict", "model_state_dict", "model"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping) or not loaded:
         raise ModelError(f"{path} holds a {type(loaded).__name__}, not a state dict of tensors")
-    if strange := [key for key, value in loaded.items() if not isinstance(value, Tensor)]:
+    if strange := [
+        key
+        for key, value in loaded.items()
+        if not isinstance(key, str)
+        or not isinstance(value, Tensor)
+        or value.layout != torch.strided
+        or value.is_meta
+    ]:
         raise ModelError(
-            f"{path} holds {strange[0]!r}, which is not a tensor; save model.state_dict() alone"
+            f"{path} holds {strange[0]!r}, which is not a named, dense tensor; save "
+            "model.state_dict() alone"
         )
     return dict(loaded)
 
@@ -175,6 +236,11 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor], *, source: st
         f"{key} has shape {tuple(tensors[key].shape)}, the model needs {tuple(own[key].shape)}"
         for key in own
         if key in tensors and tensors[key].shape != own[key].shape
+    ]
+    problems += [
+        f"{key} is complex, the model needs real numbers"
+        for key in own
+        if key in tensors and tensors[key].is_complex() and not own[key].is_complex()
     ]
     if problems:
         error = ModelError(
@@ -206,6 +272,8 @@ def _finish(
     **fields: Any,
 ) -> Model:
     """Build a network from a seed, put its weights in, and describe it."""
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"model.seed must be 0 to 2**63 - 1, not {seed}")
     with _seeded(seed):
         module = build()
     if weights.tensors is not None:
@@ -214,6 +282,7 @@ def _finish(
         module=module.eval(),
         weights=weights.words,
         weights_sha256=weights.sha256 or state_sha256(module),
+        code=code_sha256(module),
         notes=weights.notes,
         **fields,
     )
@@ -291,13 +360,25 @@ def torchvision(
     own_crop, own_resize = recipe.crop_size[0], recipe.resize_size[0]
     crop = input_size or own_crop
     kwargs: dict[str, Any] = {}
-    if name.startswith("vit_") and input_size not in (None, own_crop):
+    if name.startswith("vit_"):
+        patch = int(name.rsplit("_", 1)[-1])
+        if crop % patch:
+            raise ConfigError(f"{name} takes multiples of {patch} px, and input_size is {crop}")
+        if crop != own_crop and weights is not None and checkpoint is None:
+            raise ConfigError(
+                f"the weights of {name} are for {own_crop} px, and model.input_size is {crop}; "
+                "leave it out, or use model.weights=null"
+            )
         kwargs["image_size"] = crop
+    if name in ("inception_v3", "googlenet"):  # their trained weights expect it
+        kwargs["transform_input"] = weights is not None or checkpoint is not None
+    terms = "unknown"
     if checkpoint is not None:
         chosen = _from_checkpoint(checkpoint)
     elif weights is None:
         chosen = _random(name, seed)
     else:
+        terms = member.meta.get("license", "BSD-3-Clause (torchvision); trained on ImageNet-1k")
         path = _downloaded(name, member.url)
         digest = file_sha256(path)
         promised = path.stem.rsplit("-", 1)[-1]
@@ -323,7 +404,7 @@ def torchvision(
             std=tuple(recipe.std),
         ),
         source=f"torchvision.models.{name}",
-        license="BSD-3-Clause (torchvision); trained on ImageNet-1k" if weights else "unknown",
+        license=terms,
     )
 
 
@@ -468,6 +549,8 @@ def own(
     for key, values in (("mean", mean), ("std", std)):
         if len(values) != 3:
             raise ConfigError(f"model.{key} takes one number a channel, 3, not {len(values)}")
+    if min(std) <= 0:
+        raise ConfigError(f"model.std must be above 0, not {list(std)}")
     title = f"{factory.__module__}.{getattr(factory, '__qualname__', factory)}"
 
     def build() -> nn.Module:
@@ -475,7 +558,14 @@ def own(
             inspect.signature(factory).bind(**arguments)
         except TypeError as error:
             raise ModelError(f"{title}: {error}; give its arguments as +model.KEY=VALUE") from None
-        module = factory(**arguments)
+        try:
+            module = factory(**arguments)
+        except (Exception, SystemExit) as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise ModelError(
+                f"{title} raised {type(error).__name__}: {str(error).strip()[:200]} "
+                f"({Path(frame.filename).name}, line {frame.lineno})"
+            ) from error
         if not isinstance(module, nn.Module):
             raise ModelError(f"{title} returned a {type(module).__name__}, not an nn.Module")
         return module
@@ -508,13 +598,8 @@ def live(module: nn.Module, *, preprocess: Preprocess | None = None) -> Model:
         preprocess: What pictures go through; None where tensors enter as they are.
 
     Raises:
-        ModelError: A lazy layer has not seen an input yet.
+        ModelError: A lazy layer has not seen an input yet, or a tensor is not dense.
     """
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-        raise ModelError(
-            f"{type(module).__name__} has lazy layers that have no shape yet; run it once on an "
-            "example first"
-        )
     return Model(
         module=module,
         name=type(module).__name__.lower(),
@@ -522,6 +607,7 @@ def live(module: nn.Module, *, preprocess: Preprocess | None = None) -> Model:
         preprocess=preprocess,
         weights="live module",
         weights_sha256=state_sha256(module),
+        code=code_sha256(module),
         source=f"{type(module).__module__}.{type(module).__qualname__}",
         license="the user's own",
     )

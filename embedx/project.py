@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedx import store
+from embedx.checks import checked
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.neighbors import Metric, nearest_neighbors, trustworthiness
 from embedx.store import Projection
@@ -245,7 +246,7 @@ def _cpus() -> int:
 def _clamp(name: str, value: Any, *, most: Any) -> Any:
     if value <= most:
         return value
-    log.info("%s=%s is too large for these rows: using %.4g", name, value, most)
+    log.warning("%s=%s is too large for these rows: using %.4g", name, value, most)
     return most
 
 
@@ -273,6 +274,7 @@ def _require_metric(metric: str) -> None:
 METHODS: dict[str, Callable[..., Result]] = {"pca": pca, "tsne": tsne, "umap": umap}
 
 
+@checked
 def project(
     embeddings: str | os.PathLike[str] | store.Embeddings,
     *,
@@ -350,7 +352,7 @@ def project(
         path,
     )
     if n_ok < opened.n_rows:
-        log.info("%s failed rows are left out", f"{opened.n_rows - n_ok:,}")
+        log.warning("%s failed rows are left out", f"{opened.n_rows - n_ok:,}")
     started = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what matters of them is said in our own words

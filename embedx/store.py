@@ -13,9 +13,12 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
+import re
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 import time
@@ -23,13 +26,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from embedx.errors import StoreError
+from embedx.errors import InUseError, StoreError, first_line
 
 if TYPE_CHECKING:
     import pandas
@@ -106,9 +109,13 @@ class DiskIO:
             os.posix_fallocate(fd, 0, n_bytes)
             return
         size = os.fstat(fd).st_size
-        zeros = bytes(2**20)
-        while size < n_bytes:
-            size += self.pwrite(fd, zeros[: n_bytes - size], size)
+        self.fill(fd, size, n_bytes - size)
+
+    def fill(self, fd: int, offset: int, n_bytes: int) -> None:
+        """Write zeros, so that the blocks are really there."""
+        zeros, end = bytes(2**20), offset + n_bytes
+        while offset < end:
+            offset += self.pwrite(fd, zeros[: end - offset], offset)
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)
@@ -159,7 +166,8 @@ def replace_file(path: Path, data: bytes, *, disk: DiskIO = _DISK) -> Path:
         raise _disk_error(error, path, len(data)) from error
     finally:
         if tmp is not None:
-            tmp.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                tmp.unlink()
     return path
 
 
@@ -172,14 +180,14 @@ def _umask() -> int:
 def _disk_error(error: OSError, path: Path, n_bytes: int) -> StoreError:
     if isinstance(error, StoreError):
         return error
-    folder = next(p for p in [path.parent, *path.parent.parents] if p.exists())
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        folder = next(p for p in [path.parent, *path.parent.parents] if p.exists())
         free = shutil.disk_usage(folder).free
         return StoreError(
-            f"no disk space for {path}: it needs {n_bytes / 1e6:,.1f} MB and {folder} has "
-            f"{free / 1e6:,.1f} MB free; free some, or choose another place with out=FOLDER"
+            f"no disk space for {path}: it needs {math.ceil(n_bytes / 1e3):,} kB and {folder} has "
+            f"{free // 1000:,} kB free; free some, or work in another place"
         )
-    return StoreError(f"cannot write {path}: {error.strerror or error}; choose another out=FOLDER")
+    return StoreError(f"cannot write {path}: {error.strerror or error}; check the path")
 
 
 # --------------------------------------------------------------------------- text in HDF5
@@ -245,7 +253,12 @@ def embeddings_field(
 
 
 class _Lock:
-    """An advisory lock that dies with its process and is not inherited by forked workers."""
+    """An advisory lock that dies with its process and is not inherited by forked workers.
+
+    Such a lock does not hold within one process: that is what ``held`` is for.
+    """
+
+    held: ClassVar[set[Path]] = set()
 
     def __init__(self, target: Path) -> None:
         self.path = target.with_name(target.name + ".lock")
@@ -255,6 +268,8 @@ class _Lock:
     def acquire(self) -> None:
         import fcntl
 
+        if self.path.resolve() in self.held:
+            raise InUseError(f"{self._target} is being written by this process; close it first")
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -264,7 +279,7 @@ class _Lock:
                 os.close(fd)
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
-                raise StoreError(
+                raise InUseError(
                     f"{self._target} is being written by {owner or 'another process'}; "
                     "wait for it, or choose another name=..."
                 ) from None
@@ -276,9 +291,11 @@ class _Lock:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._fd = fd
+        self.held.add(self.path.resolve())
 
     def release(self) -> None:
         if self._fd >= 0:
+            self.held.discard(self.path.resolve())
             self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
@@ -462,6 +479,12 @@ class Writer:
         self.close()
         return self.path
 
+    def discard(self) -> None:
+        """Take the unfinished file away: it holds nothing worth going on with."""
+        for file in (partial_path(self.path), errors_path(self.path)):
+            file.unlink(missing_ok=True)
+        self.close()
+
     def close(self) -> None:
         """Let go of the file and its lock. Rows after the last commit are not kept."""
         if self._fd >= 0:
@@ -507,6 +530,27 @@ class Writer:
             ) from error
 
 
+PICTURE_MARK = b"Software\0embedx"
+EXPORT_CONFIG = "projector_config.pbtxt"
+EXPORT_MARK = "# Written by embedx; the next export to this folder replaces all of it.\n"
+
+
+def foreign_in_export(folder: Path) -> set[str]:
+    """Names in a folder that are no part of an export of embedx."""
+    foreign = {path.name for path in folder.iterdir()}
+    if EXPORT_CONFIG in foreign:
+        text = (folder / EXPORT_CONFIG).read_text(encoding="utf-8", errors="replace")
+        if text.startswith(EXPORT_MARK):
+            foreign -= {EXPORT_CONFIG, *re.findall(r'_path: "([^"]*)"', text)}
+    return foreign
+
+
+def remove_export(folder: Path) -> None:
+    """Remove an export of embedx; a folder that holds anything else stays as it is."""
+    if folder.is_dir() and not folder.is_symlink() and not foreign_in_export(folder):
+        shutil.rmtree(folder)
+
+
 def partial_path(path: Path) -> Path:
     """The name of ``path`` while it is being written."""
     return path.with_name(path.name + ".partial")
@@ -518,14 +562,20 @@ def errors_path(path: Path) -> Path:
 
 
 def _append_reasons(path: Path, reasons: Sequence[Mapping[str, Any]], disk: DiskIO) -> None:
-    text = "".join(json.dumps(reason, ensure_ascii=False) + "\n" for reason in reasons)
-    data = text.encode("utf-8", "backslashreplace")
+    is_new = not errors_path(path).exists()
     fd = os.open(errors_path(path), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        disk.write_all(fd, data, os.fstat(fd).st_size)
+        disk.write_all(fd, _reason_lines(reasons), os.fstat(fd).st_size)
         disk.sync(fd)
     finally:
         os.close(fd)
+    if is_new:
+        disk.sync_folder(path.parent)
+
+
+def _reason_lines(reasons: Sequence[Mapping[str, Any]]) -> bytes:
+    """In ASCII: ids hold any character, and a line must end where it seems to."""
+    return "".join(json.dumps(reason) + "\n" for reason in reasons).encode("ascii")
 
 
 def read_reasons(path: Path) -> list[dict[str, Any]]:
@@ -533,11 +583,12 @@ def read_reasons(path: Path) -> list[dict[str, Any]]:
     listing = errors_path(path)
     if not listing.exists():
         return []
-    reasons = {}
-    for line in listing.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # a line torn by a crash is written again
+    reasons: dict[int, dict[str, Any]] = {}
+    for line in listing.read_bytes().split(b"\n"):
+        # A line torn by a crash is written again by the run that goes on.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             reason = json.loads(line)
-            reasons[reason["row"]] = reason
+            reasons[int(reason["row"])] = {"id": "", "reason": "", **reason}
     return [reasons[row] for row in sorted(reasons)]
 
 
@@ -550,6 +601,7 @@ def create(
     labels: Array | None = None,
     label_names: Sequence[str] = (),
     metadata: Mapping[str, Array | Sequence[str]] | None = None,
+    replace: bool = False,
     disk: DiskIO = _DISK,
 ) -> Writer:
     """Lay out a new embeddings file and return the writer that fills it.
@@ -562,16 +614,24 @@ def create(
         labels: Shape ``(n,)``, indices into ``label_names``, -1 for none.
         label_names: Names of the labels.
         metadata: Columns of n numbers or n texts.
+        replace: Take the place of a file that is there, once this one is complete.
         disk: The calls to the operating system.
 
     Returns:
         A writer at row 0, holding the lock of ``path``.
 
     Raises:
-        StoreError: No disk space (nothing is left behind), another writer, an unusable id.
+        InUseError: Another process writes it, or began to meanwhile.
+        StoreError: No disk space (nothing is left behind), an unusable id, a column of another
+            length.
     """
     n_rows = len(ids)
     columns: dict[str, Array] = {"ids": encode_texts(ids, what="the id")}
+    if len(np.unique(columns["ids"])) != n_rows:
+        raise StoreError("two ids are the same; make every id unique")
+    for name, values in {"labels": labels, **(metadata or {})}.items():
+        if values is not None and len(values) != n_rows:
+            raise StoreError(f"{name} has {len(values)} values for {n_rows} rows; give one a row")
     if labels is not None:
         columns["labels"] = np.asarray(labels, dtype=np.int32)
         columns["label_names"] = encode_texts(label_names, what="the label")
@@ -603,9 +663,15 @@ def create(
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in made:
+            disk.sync_folder(folder.parent)
         lock.acquire()
-        if path.exists():
+        if path.exists() and not replace:
             raise StoreError(f"{path} exists already; pass overwrite=true to replace it")
+        if partial_path(path).exists() and not replace:
+            raise InUseError(f"another process began {path} meanwhile; run again to go on with it")
+        for stale in path.parent.glob(f".{path.name}.*.tmp"):
+            stale.unlink()  # of a process that was killed: the lock is ours
         run = _run_bytes(str(attrs["id"]))
         first = _Record(1, 0, 0, _RUNNING, run)
         _allocate(tmp, need, disk)  # a full disk shows here: HDF5 itself would crash on it
@@ -618,6 +684,9 @@ def create(
         try:
             for name, column in columns.items():
                 disk.write_all(fd, column, offsets[name])
+            if not hasattr(os, "posix_fallocate"):  # HDF5 left holes there: a full disk shows now
+                for field in fields:
+                    disk.fill(fd, offsets[field.name], n_rows * field.row_bytes)
             slot = first.sequence % 2
             disk.write_all(fd, first.pack(), offsets["commit"] + slot * PAGE_BYTES)
             disk.sync(fd)
@@ -637,14 +706,17 @@ def create(
             disk=disk,
         )
     except BaseException as error:
-        tmp.unlink(missing_ok=True)
         lock.release()
-        with contextlib.suppress(OSError):  # a refused run leaves no folder behind
-            for folder in made:
-                folder.rmdir()
+        _remove_quietly(tmp, *made)  # a refused run leaves nothing behind
         if isinstance(error, OSError):
             raise _disk_error(error, path, need) from error
         raise
+
+
+def _remove_quietly(*paths: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _allocate(path: Path, n_bytes: int, disk: DiskIO) -> None:
@@ -739,11 +811,12 @@ def resume(
                     "start anew with overwrite=true"
                 )
             status = np.array(skeleton.map("status")[: newest.rows_done])
-        kept = [r for r in read_reasons(path) if r["row"] < newest.rows_done]
         if errors_path(path).exists():
-            errors_path(path).unlink()
+            kept = [r for r in read_reasons(path) if r["row"] < newest.rows_done]
             if kept:
-                _append_reasons(path, kept, disk)
+                replace_file(errors_path(path), _reason_lines(kept), disk=disk)
+            else:
+                errors_path(path).unlink()
         return Writer(
             path,
             fields=fields,
@@ -776,22 +849,25 @@ class _Skeleton:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                magic = file.read(8)
-            self.size_bytes = path.stat().st_size
-        except IsADirectoryError:
-            raise StoreError(f"{path} is a folder; name the file in it") from None
+            about = path.stat()
+            magic = b""
+            if stat.S_ISREG(about.st_mode):  # opening a pipe would wait for ever
+                with path.open("rb") as file:
+                    magic = file.read(8)
+            self.size_bytes = about.st_size
         except FileNotFoundError:
             raise StoreError(f"{path} is not there; check the path") from None
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}; check its rights") from None
+        if stat.S_ISDIR(about.st_mode):
+            raise StoreError(f"{path} is a folder; name the file in it")
         if magic != b"\x89HDF\r\n\x1a\n":
             raise StoreError(f"{path} is not an HDF5 file; name a file that embedx wrote")
         try:
             self._file = h5py.File(path, "r")
         except OSError as error:
             raise StoreError(
-                f"{path} does not open as HDF5, it may be truncated ({_first_line(error)}); "
+                f"{path} does not open as HDF5, it may be truncated ({first_line(error)}); "
                 "make it anew"
             ) from None
 
@@ -802,20 +878,56 @@ class _Skeleton:
         self._file.close()
 
     def check_embeddings(self) -> dict[str, Any]:
+        """The root attributes, once every dataset has the shape and kind that is promised."""
         attrs = self.attrs(EMBEDDINGS_FORMAT)
-        n_rows = int(attrs["n_rows"])
-        for name in ("ids", *_BOOKKEEPING, *json.loads(attrs["row_fields"])):
-            shape = self._dataset(name).shape
-            expected = 2 if name == "commit" else n_rows
-            if not shape or shape[0] != expected:
-                raise self._foreign(f"{name} has shape {shape}, not {expected} rows")
+        n_rows = attrs["n_rows"]
+        if not isinstance(n_rows, int) or n_rows < 0:
+            raise self._foreign(f"n_rows is {n_rows!r}")
+        self.expect("ids", (n_rows,), "S")
+        self.expect("status", (n_rows,), "u", 1)
+        self.expect("row_crc32", (n_rows,), "u", 4)
+        self.expect("commit", (2, PAGE_BYTES), "u", 1)
+        if self.has("labels"):
+            self.expect("labels", (n_rows,), "i", 4)
+            self.expect("label_names", (None,), "S")
+        for name in self.names("metadata"):
+            self.expect(name, (n_rows,), _KINDS)
+        for name in self._streamed():
+            if name.startswith("embeddings/"):
+                self.expect(name, (n_rows, None), "f")
+            elif name == "thumbnails":
+                self.expect(name, (n_rows, None, None, 3), "u", 1)
+            elif self._dataset(name).shape[:1] != (n_rows,):
+                raise self._foreign(f"{name} has not {n_rows} rows")
         return attrs
+
+    def _streamed(self) -> list[str]:
+        try:
+            names = json.loads(_plain(self._file.attrs["row_fields"]))
+        except (ValueError, TypeError, RecursionError):
+            names = None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self._foreign("row_fields is not a JSON list of names")
+        return names
+
+    def expect(
+        self, name: str, shape: tuple[int | None, ...], kinds: str, n_bytes: int | None = None
+    ) -> None:
+        """Refuse a dataset of another shape (None is any but 0) or another kind of numbers."""
+        dataset = self._dataset(name)
+        fits = len(dataset.shape) == len(shape) and all(
+            got == want if want is not None else got > 0 or name == "label_names"
+            for got, want in zip(dataset.shape, shape, strict=True)
+        )
+        size = dataset.dtype.itemsize
+        if not fits or dataset.dtype.kind not in kinds or n_bytes not in (None, size):
+            raise self._foreign(f"{name} has shape {dataset.shape} and type {dataset.dtype}")
 
     def attrs(self, expected_format: str) -> dict[str, Any]:
         try:
             attrs = {key: _plain(value) for key, value in self._file.attrs.items()}
         except (OSError, RuntimeError, TypeError) as error:
-            raise self._foreign(f"its attributes cannot be read: {_first_line(error)}") from None
+            raise self._foreign(f"its attributes cannot be read: {first_line(error)}") from None
         got = attrs.get("format")
         if got != expected_format:
             raise StoreError(
@@ -827,7 +939,10 @@ class _Skeleton:
                 f"{self.path} has format version {attrs.get('version')}, and this embedx reads "
                 f"version {FORMAT_VERSION}; read it with the embedx that wrote it"
             )
-        needed = {"id", "n_rows", "row_fields"} if expected_format == EMBEDDINGS_FORMAT else {"id"}
+        needed = {
+            EMBEDDINGS_FORMAT: {"id", "n_rows", "row_fields"},
+            PROJECTION_FORMAT: {"id", "parent", "method", "layer"},
+        }[expected_format]
         if missing := needed - attrs.keys():
             raise self._foreign(f"the attribute {min(missing)!r} is missing")
         return attrs
@@ -853,10 +968,8 @@ class _Skeleton:
         return {key: _plain(value) for key, value in self._dataset(name).attrs.items()}
 
     def fields(self) -> list[Field]:
-        names: list[str] = json.loads(str(self._file.attrs["row_fields"]))
-        return [
-            Field(name, self._dataset(name).shape[1:], self._dataset(name).dtype) for name in names
-        ]
+        datasets = {name: self._dataset(name) for name in self._streamed()}
+        return [Field(name, found.shape[1:], found.dtype) for name, found in datasets.items()]
 
     def map(self, name: str) -> Array:
         """A dataset as a read-only memory map; the map outlives the open file."""
@@ -904,6 +1017,8 @@ class _Skeleton:
             raise self._foreign(f"{name} is not stored contiguous and unfiltered")
         if creation.get_external_count():
             raise self._foreign(f"{name} keeps its data in another file")
+        if dataset.shape is None:
+            raise self._foreign(f"{name} is empty")
         if dataset.dtype.kind not in _KINDS or dataset.dtype.hasobject:
             raise self._foreign(f"{name} has the type {dataset.dtype}")
         if dataset.size:
@@ -925,8 +1040,17 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A file may come from anywhere: what HDF5 or NumPy stumble over is its fault, not ours."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise StoreError(
+            f"{path} is damaged or not written by embedx ({first_line(error)}); make it anew"
+        ) from error
 
 
 class Embeddings:
@@ -949,7 +1073,7 @@ class Embeddings:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _Skeleton(path) as skeleton:
+        with _reading(path), _Skeleton(path) as skeleton:
             self.attrs = skeleton.check_embeddings()
             self._fields = skeleton.fields()
             size = int(self.attrs["n_rows"])
@@ -996,6 +1120,17 @@ class Embeddings:
             self.thumbnails = skeleton.map("thumbnails")[done] if "thumbnails" in order else None
         if not self.embeddings:
             raise StoreError(f"{path} holds no embeddings; make it anew")
+        if len(set(self.ids)) != len(self.ids):
+            raise StoreError(f"{path} is damaged: ids come twice; make it anew")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the rows, as far as the file says; empty where it does not."""
+        try:
+            identity = json.loads(str(self.attrs.get("identity", "")))
+        except (ValueError, RecursionError):
+            identity = None
+        return identity if isinstance(identity, dict) else {}
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
@@ -1154,12 +1289,16 @@ def open_projection(path: str | os.PathLike[str]) -> Projection:
         StoreError: It is not there, damaged, or not a projection of embedx.
     """
     path = Path(path)
-    with _Skeleton(path) as skeleton:
+    with _reading(path), _Skeleton(path) as skeleton:
         attrs = skeleton.attrs(PROJECTION_FORMAT)
-        coords = np.array(skeleton.map("coords"))
+        skeleton.expect("ids", (None,), "S")
         ids = _decode(skeleton.map("ids"))
-        if coords.ndim != 2 or len(coords) != len(ids):
-            raise StoreError(f"{path} is damaged: {len(ids)} ids for coords of {coords.shape}")
+        skeleton.expect("coords", (len(ids), None), "f")
+        coords = np.array(skeleton.map("coords"))
+        texts = all(isinstance(attrs[key], str) for key in ("parent", "method", "layer"))
+        score = attrs.get("trustworthiness", 0.0)
+        if not texts or not isinstance(score, (int, float)):
+            raise StoreError(f"{path} is damaged: its attributes are of other types; make it anew")
         state = {
             name.removeprefix("state/"): np.array(skeleton.map(name))
             for name in skeleton.names("state")
@@ -1200,6 +1339,11 @@ def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) 
                 f"{projection.path} belongs to other embeddings than {embeddings.path}; project "
                 "them anew with overwrite=true"
             )
+        if projection.ids != embeddings.ids:
+            raise StoreError(
+                f"{projection.path} has other rows than {embeddings.path}; project them anew with "
+                "overwrite=true"
+            )
     return opened
 
 
@@ -1216,7 +1360,7 @@ def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str,
     path = Path(path)
     if path.is_dir() or not path.exists():
         path = find_embeddings(path)
-    with _Skeleton(path) as skeleton:
+    with _reading(path), _Skeleton(path) as skeleton:
         kind = _plain(skeleton._file.attrs.get("format"))
     if kind == PROJECTION_FORMAT:
         projection = open_projection(path)

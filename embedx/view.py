@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedx import store
+from embedx.checks import checked
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.store import Embeddings, Projection
 
@@ -53,6 +54,7 @@ NAMED_FROM = 10  # points of a class: a name would hide fewer
 Group = tuple[str, str, npt.NDArray[np.bool_]]
 
 
+@checked
 def view(
     embeddings: str | os.PathLike[str] | Embeddings,
     *,
@@ -73,7 +75,8 @@ def view(
         color: Column to colour by: ``label``, a metadata column, or ``none``. Of more than ten
             classes the eight largest have a colour of their own and the others share grey; of
             more than ten numbers it is a scale.
-        out: Folder for the pictures; that of the embeddings where not given.
+        out: Folder for the pictures, or of the export to serve; beside the embeddings where not
+            given.
         open: Show the picture or the page on this machine's screen.
         port: For TensorBoard.
 
@@ -88,7 +91,7 @@ def view(
     """
     opened = store.open(embeddings)
     if viewer == "tensorboard":
-        _serve(opened.path.parent / "projector", port=port, show=open)
+        _serve(Path(out) if out else opened.path.parent / "projector", port=port, show=open)
         return None
     maps = store.projections_of(opened, projections)
     if not maps:

@@ -16,15 +16,17 @@ STAGES = ["extract", "project", "evaluate", "export", "view"]
 MAY_IMPORT = {
     "errors": [],
     "progress": [],
+    "checks": ["errors"],
     "store": ["errors"],
-    **{part: ["errors", "store"] for part in PARTS},
-    **{stage: ["errors", "progress", "store", *PARTS] for stage in STAGES},
-    "cli": ["__init__", "errors", "store", *PARTS, *STAGES],
+    **{part: ["checks", "errors", "store"] for part in PARTS},
+    **{stage: ["checks", "errors", "progress", "store", *PARTS] for stage in STAGES},
+    "cli": ["__init__", "checks", "errors", "store", *PARTS, *STAGES],
     "__main__": ["cli"],
     "__init__": ["store", "hooks", *STAGES],
 }
 OWNERS = {
     "h5py": {"store"},
+    "pydantic": {"checks"},
     "hydra": {"cli"},
     "omegaconf": {"cli"},
     "torchvision": {"models"},

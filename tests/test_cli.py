@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,7 +70,7 @@ MISTAKES = {
     ),
     "extract model=alexnet model.weights=null batch_size=-1": (
         1,
-        r"ConfigError: batch_size must be at least 1, not -1",
+        r"ConfigError: batch_size must be at least 1 .*, not -1",
     ),
     "extract model=resnet18 save_outputs=maybe": (
         1,
@@ -79,13 +80,13 @@ MISTAKES = {
         1,
         r"ConfigError: precision must be one of fp32, tf32, bf16, fp16, not 'fp8'; the nearest .*",
     ),
-    "extract model=resnet18 layers=5": (
+    "extract model=alexnet model.weights=null layers=5": (
         1,
-        r"LayerError|ModelError: .*",  # quoted for Hydra; then weights or layer are looked for
+        r"LayerError: AlexNet has no layer '5'; the nearest of its .*",
     ),
     "extract model=resnet18 name=5": (
         1,
-        r"ConfigError: name must be a text, not 5; quote it: .*",
+        r"ConfigError: name must be a text or null, not 5; a number that is a text is quoted: .*",
     ),
     "extract model=resnet18 model.input_size=big": (
         1,
@@ -144,7 +145,7 @@ MISTAKES = {
     "extract model=own": (1, r"ConfigError: extract needs model._target_: pass .*"),
     "extract model=own model._target_=nope.make": (
         1,
-        r"ConfigError: model._target_=nope.make cannot be imported \(No module named 'nope'\); .*",
+        r"ConfigError: model._target_=nope.make cannot be imported .*No module named 'nope'\); .*",
     ),
     "extract model=own model._target_=make": (
         1,
@@ -167,6 +168,67 @@ MISTAKES = {
         r"ConfigError: model=resnet18,alexnet could be a sweep.* -m for a sweep.*",
     ),
     "extract model": (1, r"ConfigError: 'model' is not KEY=VALUE; .*"),
+    "extract model=null": (1, r"ConfigError: model must be one of alexnet, .*, not 'null'"),
+    "extract model=alexnet data=null": (1, r"ConfigError: data must be one of digits, .*"),
+    "extract model=alexnet ~layers": (1, r"ConfigError: ~layers takes away what extract needs.*"),
+    "extract model=alexnet +method=x": (1, r"ConfigError: there is no key 'method'; .*"),
+    "extract model=alexnet +config={a:1}": (1, r"ConfigError: there is no key 'config'; .*"),
+    "extract model=alexnet model.weights=null model.layer=zz": (
+        1,
+        r"LayerError: AlexNet has no layer 'zz'; .*",
+    ),
+    "layers model=alexnet model.weights=null model.layer=zz": (
+        1,
+        r"LayerError: AlexNet has no layer 'zz'; .*",
+    ),
+    "layers model=alexnet model.weights=null model.input_size=8": (
+        1,
+        r"ModelError: alexnet failed on a batch of shape \(1, 3, 8, 8\): RuntimeError: .*",
+    ),
+    "extract model=alexnet model.weights=null model.seed=99999999999999999999999": (
+        1,
+        r"ConfigError: model.seed must be 0 to 2\*\*63 - 1, not 9+",
+    ),
+    "extract model=alexnet model.weights=null batch_size=99999999999999999999": (
+        1,
+        r"ConfigError: batch_size must be at least 1 .*, not 9+",
+    ),
+    "extract model=alexnet data._target_=embedx.data.folder data.limit=3": (
+        1,
+        r"ConfigError: embedx.data.folder: missing a required argument: 'root'",
+    ),
+    "extract model=alexnet data=folder data.root=": (
+        1,
+        r"ConfigError: data.root must be a text, not ''|DataError: data.root is empty; .*",
+    ),
+    "extract model=alexnet model.weights=null data.limit=2 out=file.txt": (
+        1,
+        r"StoreError: cannot (use|write) file.txt.*: (File exists|Not a directory); .*",
+    ),
+    "extract model=alexnet model.weights=null data.limit=2 out=/dev/null/x": (
+        1,
+        r"StoreError: cannot (use|write) /dev/null.*: Not a directory; .*",
+    ),
+    f"extract model=alexnet model.weights=null data.limit=2 name={'n' * 300}": (
+        1,
+        r"StoreError: cannot (use|write) outputs/n+.*: File name too long; .*",
+    ),
+    "extract model=own model._target_=broken.make": (
+        1,
+        r"ConfigError: model._target_=broken.make cannot be imported \(SyntaxError: .*",
+    ),
+    "extract model=own model._target_=leaves.make": (
+        1,
+        r"ModelError: leaves.make raised SystemExit: 3 \(leaves.py, line 2\)",
+    ),
+    "extract model=own model._target_=torch.nn.Identity model.std=[0,1,1]": (
+        1,
+        r"ConfigError: model.std must be above 0, not \[0, 1, 1\]",
+    ),
+    "run projections=[] model=alexnet": (1, r"ConfigError: projections is empty; choose from .*"),
+    "run n_components=4 model=alexnet": (1, r"ConfigError: n_components must be one of 2, 3, .*"),
+    "run random_state=-1 model=alexnet": (1, r"ConfigError: random_state must be 0 to .*, not -1"),
+    "extract model=alexnet -m seed=1,2": (1, r"ConfigError: there is no key 'seed'; .*"),
     "project": (1, r"DataError: there are no embeddings below outputs/ yet; make some with: .*"),
     "view": (1, r"DataError: there are no embeddings below outputs/ yet; .*"),
     "project embeddings=nope.h5": (1, r"StoreError: there is no nope.h5; .*"),
@@ -208,12 +270,16 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     monkeypatch.setattr("torch.hub.download_url_to_file", _unreachable)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "broken.py").write_text("def make(:\n")
+    (tmp_path / "leaves.py").write_text("def make():\n    raise SystemExit(3)\n")
     wanted, message = MISTAKES[line]
     status, _, err = embedx_here(*line.split(" "))
     assert status == wanted, err
     assert len(err) == 1, err
     assert re.fullmatch(message, err[0]), err[0]
-    assert not (tmp_path / "outputs").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
+        *("broken.py", "empty", "file.txt", "leaves.py"),
+    ]
 
 
 def _unreachable(*_: object, **__: object) -> None:
@@ -245,7 +311,7 @@ def test_names_tell_settings_apart_and_a_done_run_is_recognised(
     def extract(*words: str) -> str:
         status, out, err = embedx_here("extract", *words)
         assert status == 0, err
-        folder = out[-1].split("embeddings=")[1]
+        folder = shlex.split(out[-1].split("python -m ")[1])[-1].split("=")[1].strip('"')
         return Path(folder).parent.relative_to("outputs").as_posix()
 
     usual = ("model=alexnet", "model.weights=null", "model.input_size=64")
@@ -263,15 +329,18 @@ def test_names_tell_settings_apart_and_a_done_run_is_recognised(
     other.parent.mkdir()
     photos.rename(other)
     assert extract(*usual, *folder[:1], "data.root=else/photos") not in (here, limited)
-    assert extract(*usual, "data.limit=12", "'name=\"my run/1\"'".strip("'")) == "my_run_1"
-    status, _, err = embedx_here("extract", *usual, "data.limit=9", "name=my_run_1")
+    assert extract(*usual, "data.limit=12", 'name="my run/1"') == "my_x20_run_x2f_1"
+    assert extract(*usual, "data.limit=12", 'name=".."') == "_x2e_."
+    assert extract(*usual, "data.limit=12", 'name="日本"') == "日本"
+    assert extract(*usual, "data.limit=12", "name=mine") == "mine"
+    status, _, err = embedx_here("extract", *usual, "data.limit=9", "name=mine")
     assert status == 1
     assert re.fullmatch(
-        r"StoreError: outputs/my_run_1/embeddings.h5 holds another run: its rows is 12, and here "
+        r"StoreError: outputs/mine/embeddings.h5 holds another run: its rows is 12, and here "
         r"it is 9; choose another name=..., or replace it with overwrite=true",
         err[-1],
     )
-    assert extract(*usual, "data.limit=9", "name=my_run_1", "overwrite=true") == "my_run_1"
+    assert extract(*usual, "data.limit=9", "name=mine", "overwrite=true") == "mine"
     assert not (tmp_path / "multirun").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"outputs", "else"}
 
@@ -367,6 +436,51 @@ def test_every_config_file_composes_and_fits_the_function_it_calls() -> None:
             cli._node(node, group)
 
 
+def test_paths_do_not_travel_with_a_file(embedx_here: Here, tmp_path: Path, photos: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def make(file):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(192, 2))\n"
+    )
+    words = ("model=own", "model._target_=net.make", "+model.file=/secret/place/w.pt")
+    folder = ("data=folder", f"data.root={photos}", "model.input_size=8", "name=x")
+    status, _, err = embedx_here("extract", *words, *folder)
+    assert (status, err) == (0, [])
+    attrs = store.open(tmp_path / "outputs" / "x").attrs
+    assert yaml.safe_load(attrs["config"])["data"]["root"] == "photos"
+    assert yaml.safe_load(attrs["config"])["model"]["file"] == "w.pt"
+    assert not re.search(r"secret|/tmp|photos/", str(attrs))
+    kept = yaml.safe_load((tmp_path / "outputs" / "x" / "config.yaml").read_text())
+    assert kept["data"]["root"] == str(photos)
+
+
+def test_stopping_in_the_last_batch_stops_the_sweep(
+    embedx_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stopping.py").write_text(
+        "import os, signal\n"
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))\n"
+        "    def forward(self, x):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return self.body(x)\n"
+    )
+    words = (
+        "model=own",
+        "model._target_=stopping.Net",
+        "model.input_size=8",
+        "data.limit=3,4",
+        "-m",
+    )
+    status, _, err = embedx_here("extract", *words)
+    assert status == 130, err
+    assert re.fullmatch(r"Interrupted: stopped by SIGINT when .* was complete", err[-1])
+    assert len(list((tmp_path / "outputs").glob("own-*"))) == 1
+
+
 def test_a_sweep_runs_every_job_and_names_the_one_that_failed(
     embedx_here: Here, tmp_path: Path
 ) -> None:
@@ -393,7 +507,7 @@ def test_a_sweep_over_models_takes_their_common_keys_and_refuses_a_wrong_one(
     status, out, err = embedx_here(*sweep)
     assert (status, err) == (0, [])
     names = sorted(path.name[:9] for path in (tmp_path / "outputs").iterdir() if path.is_dir())
-    assert names == [".sweeps", "alexnet-d", "resnet18-"]
+    assert names == ["alexnet-d", "resnet18-"]
     status, _, err = embedx_here(*sweep, "model.inputsize=3")
     assert status == 1
     assert err[-1].startswith("ConfigError: there is no key 'model.inputsize'; the nearest are mod")
@@ -419,6 +533,7 @@ def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> Non
     [
         ("layers=[1.10,a.b]", 'layers=["1.10","a.b"]'),
         ("layers=1.10", 'layers="1.10"'),
+        ("layers=[0],[1.10,2]", 'layers=["0"],["1.10","2"]'),
         ("layers=layer4", "layers=layer4"),
         ("layers=['1.10',\"x\"]", "layers=['1.10',\"x\"]"),
         ("layers=[layer1.0.relu@1,fc:input]", 'layers=["layer1.0.relu@1","fc:input"]'),
@@ -460,7 +575,7 @@ def test_a_bug_of_ours_shows_its_traceback_and_a_mistake_does_not(
 def test_text_from_data_does_not_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     record = logging.LogRecord("embedx", 20, "", 0, "id \x1b[31mred\x07\r\n%s", ("x",), None)
     cli._Lines().emit(record)
-    assert capsys.readouterr().out == "id ?[31mred??\nx\n"
+    assert capsys.readouterr().out == "id ?[31mred???x\n"
 
 
 def test_as_a_process_it_prints_no_warning_and_ends_with_the_status(run: Run) -> None:

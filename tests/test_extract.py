@@ -230,10 +230,15 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
         ((resnet, []), {}, DataError, "data is empty"),
         ((resnet, 5), {}, DataError, "data is a int; give a folder"),
         ((resnet, photos), {"labels": [1]}, ConfigError, "has ids and labels of its own"),
-        (("resnet18", photos), {}, ConfigError, "model is a str; give an nn.Module"),
+        (
+            ("resnet18", photos),
+            {},
+            ConfigError,
+            "model must be a Model or a Module, not 'resnet18'",
+        ),
         ((tiny, photos), {}, ConfigError, "say how they enter it with preprocess="),
         ((linear, x[:, :3]), {}, ModelError, r"sequential failed on a batch of shape \(3, 3\)"),
-        ((lazy, x), {}, ModelError, "has lazy layers that have no shape yet"),
+        ((lazy, x), {}, ModelError, "has no values for 0.weight yet"),
         ((linear, x), {"labels": [1]}, DataError, "3 samples and 1 labels"),
     ]
     for arguments, options, kind, message in cases:
@@ -243,10 +248,198 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, not 'int8'; the nearest is"),
+        ({"precision": "double"}, "precision must be one of fp32, tf32, bf16, fp16, not 'double'"),
+        ({"precision": "tf32"}, "precision=tf32 needs cuda, and the device is cpu"),
+        ({"on_error": "Raise"}, "on_error must be one of skip, raise, not 'Raise'"),
+        ({"overwrite": "no"}, "overwrite must be true or false, not 'no'"),
+        ({"batch_size": "4"}, "batch_size must be a whole number, not '4'"),
+        ({"batch_size": True}, "batch_size must be a whole number, not true"),
+        ({"batch_size": 10**20}, "batch_size must be at least 1"),
+        ({"layers": 5}, "layers must be a text or a list of texts, not 5"),
+        ({"bach_size": 5}, "extract: got an unexpected keyword argument 'bach_size'"),
+        ({"ids": [1, 2, 3]}, "the ids are not all texts"),
+        ({"labels": 5}, "labels is a int; give a list, one a sample"),
+        ({"preprocess": Preprocess(8, 8)}, "preprocess= takes pictures, and the data are ndarray"),
+    ],
+)
+def test_arguments_from_python_are_checked_as_those_of_the_shell_are(
+    options: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    kinds = (ConfigError, DataError)
+    with pytest.raises(kinds, match=message):
+        embedx.extract(model, np.zeros((3, 4), "f4"), **{"out": tmp_path / "o", **options})
+    assert not (tmp_path / "o").exists()
+
+
+class Shifty(nn.Module):
+    def __init__(self, kind: type[nn.Module] = nn.ReLU, *, hidden: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.act, self.b = nn.Linear(4, 3), kind(), nn.Linear(3, 2)
+        self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.a(x)) + self.hidden)
+
+
+def test_whatever_decides_the_rows_is_noticed(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
+    usual = {"labels": list("aabbcc"), "ids": list("uvwxyz")}
+    embedx.extract(Shifty(), x, out=tmp_path, **usual)
+    other = np.where(np.arange(24).reshape(6, 4) == 13, x + 1, x)
+    for model, data_, options, message in [
+        (Shifty(nn.Tanh), x, {}, "the code or the structure of the model has changed"),
+        (Shifty(hidden=1.0), x, {}, "its weights_sha256 is"),
+        (Shifty(), other, {}, "the data has changed since"),
+        (Shifty(), x, {"labels": list("aaabcc")}, "the ids or labels are others"),
+        (Shifty(), x, {"ids": list("uvwxya")}, "the ids or labels are others"),
+        (Shifty(), x, {"precision": "bf16"}, "its precision is fp32, and here it is bf16"),
+        (Shifty(), x, {"pooling": "flatten"}, "its pooling is"),
+    ]:
+        with pytest.raises(StoreError, match=message):
+            embedx.extract(model, data_, out=tmp_path, **{**usual, **options})
+    embedx.extract(Shifty(), x, out=tmp_path, **usual)
+
+
+def test_overwriting_keeps_the_old_run_until_the_new_one_is_whole_and_what_is_not_ours(
+    tmp_path: Path,
+) -> None:
+    x = np.random.default_rng(0).standard_normal((30, 4)).astype("f4")
+    first = embedx.extract(Shifty(), x, out=tmp_path, labels=list("ab" * 15))
+    embedx.project(first, method="pca")
+    embedx.evaluate(first)
+    embedx.view(first)
+    embedx.export(first)
+    mine = [
+        tmp_path / "projections" / "thesis.docx",
+        tmp_path / "map-of-paris.png",
+        tmp_path / "notes.txt",
+    ]
+    for path in mine:
+        path.write_bytes(b"my own")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ModelError):
+        embedx.extract(Shifty(), x[:, :3], out=tmp_path, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    again = embedx.extract(Shifty(nn.Tanh), x, out=tmp_path, overwrite=True)
+    assert again.attrs["id"] != first.attrs["id"]
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {
+        "embeddings.h5",
+        "config.yaml",
+        *(path.relative_to(tmp_path).as_posix() for path in mine),
+    }
+
+
+def test_overwriting_does_not_take_a_running_writers_file(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
+    whole = embedx.extract(Shifty(), x, out=tmp_path / "a")
+    writer = store.create(
+        tmp_path / "b" / "embeddings.h5",
+        ids=whole.ids,
+        fields=[store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
+        attrs={"id": "other"},
+    )
+    with pytest.raises(StoreError, match="is being written by this process"):
+        embedx.extract(Shifty(), x, out=tmp_path / "b", overwrite=True)
+    writer.append({"embeddings/x": np.ones((6, 1), "f4")}, status=np.ones(6))
+    assert store.open(writer.finish()).n_rows == 6
+
+
+def test_a_run_whose_every_row_is_not_finite_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    x = np.full((3, 4), np.nan, "f4")
+    with pytest.raises(DataError, match="every one of the 3 rows failed; the first: NaN or Inf in"):
+        embedx.extract(Shifty(), x, out=tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_model_that_draws_random_numbers_draws_the_same_for_a_batch_when_resumed(
+    tmp_path: Path,
+) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 2)
+            self.fail_at = -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.fail_at -= 1
+            if self.fail_at == 0:
+                raise RuntimeError("stopped")
+            return self.a(x + torch.rand_like(x))
+
+    x = np.zeros((12, 4), "f4")
+    model = Noisy()
+    whole = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "a")
+    model.fail_at = 3
+    commit_s, store.COMMIT_S = store.COMMIT_S, 0.0
+    try:
+        with pytest.raises(ModelError, match="RuntimeError: stopped"):
+            embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "b")
+    finally:
+        store.COMMIT_S = commit_s
+    again = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "b")
+    assert sha256(whole.path) == sha256(again.path)
+
+
+def test_mixed_types_in_a_batch_are_refused_not_cast(tmp_path: Path) -> None:
+    items = [torch.tensor([1, 0, 0, 0]), torch.full((4,), 0.75)]
+    source = Source("mixed", ["a", "b"], items.__getitem__, "x")
+    with pytest.raises(ShapeError, match=r"sample b is \(4,\) float32 and sample a is \(4,\) int"):
+        embedx.extract(nn.Sequential(nn.Linear(4, 2)), source, out=tmp_path / "o")
+    with pytest.raises(ShapeError) as got:
+        embedx.extract(nn.Sequential(nn.Linear(4, 2)), source, num_workers=1, out=tmp_path / "o")
+    assert "Traceback" not in str(got.value)
+
+
+def test_a_length_that_changes_between_batches_is_said(tmp_path: Path) -> None:
+    items = [torch.zeros(2, 3), torch.zeros(2, 4)]
+    source = Source("odd", ["a", "b"], items.__getitem__, "x")
+    model = nn.Sequential(nn.Identity(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(2, 1))
+    with pytest.raises(ShapeError, match=r"has shape \(8,\) from row 1 on and \(6,\) before"):
+        embedx.extract(model, source, layers="0", pooling="flatten", batch_size=1, out=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_said_in_one_line(tmp_path: Path) -> None:
+    import os
+
+    def read(i: int) -> Tensor:
+        if i == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(4)
+
+    source = Source("deadly", [str(i) for i in range(9)], read, "x")
+    with pytest.raises(DataError, match="a process that reads the data died") as caught:
+        embedx.extract(
+            nn.Sequential(nn.Linear(4, 2)), source, batch_size=2, num_workers=1, out=tmp_path
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_the_precision_settings_of_torch_are_restored(tmp_path: Path) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2))
+        got = embedx.extract(model, x, layers="0", out=tmp_path)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with torch.no_grad():
+        assert relative_error(got.embeddings["0"], model[0](x).numpy()) < 1e-5
+
+
 def test_samples_of_different_shapes_are_named(tmp_path: Path) -> None:
     items = [torch.zeros(3), torch.zeros(4)]
     source = Source("odd", ["a", "b"], items.__getitem__, "x")
-    with pytest.raises(ShapeError, match=r"sample b has shape \(4,\) and sample a has \(3,\)"):
+    with pytest.raises(ShapeError, match=r"sample b is \(4,\) float32 and sample a is \(3,\)"):
         embedx.extract(nn.Sequential(nn.Linear(3, 2)), source, out=tmp_path)
 
 

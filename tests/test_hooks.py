@@ -240,9 +240,11 @@ def test_hooks_are_gone_after_an_error_in_the_pass_and_after_a_wrong_name() -> N
 
 def test_remove_may_be_called_in_place_of_a_with_block_and_again() -> None:
     model = small()
-    got = embedx.capture(model, "0").__enter__()
+    got = embedx.capture(model, "0")
     model(torch.randn(1, 3, 8, 8))
-    got.remove()
+    with got, got:
+        assert "0" in got
+        assert "1" not in got
     got.remove()
     assert n_hooks(model) == 0
     assert got["0"].shape == (1, 4, 6, 6)
@@ -275,6 +277,8 @@ def test_a_wrong_name_lists_the_nearest() -> None:
 
 
 def test_a_model_without_a_head_has_no_penultimate_layer() -> None:
+    with pytest.raises(LayerError, match="has no layer 'zz'"):
+        resolve_points(small(), "penultimate", penultimate="zz")
     with pytest.raises(LayerError, match="has no Linear or 1x1 Conv2d head"):
         resolve_points(nn.Sequential(nn.ReLU()), "penultimate")
 

@@ -115,6 +115,12 @@ def test_input_size_changes_the_crop_and_keeps_the_margin() -> None:
         assert lite.module(torch.zeros(1, 3, 96, 96)).shape == (1, 1000)
         vit = models.torchvision("vit_b_16", weights=None, input_size=64)
         assert vit.module(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+        with pytest.raises(ConfigError, match="takes multiples of 16 px, and input_size is 100"):
+            models.torchvision("vit_b_16", weights=None, input_size=100)
+        with pytest.raises(ConfigError, match="the weights of vit_b_16 are for 224 px"):
+            models.torchvision("vit_b_16", input_size=384)
+    with pytest.raises(ConfigError, match="model.resize no less than model.input_size"):
+        models.torchvision("resnet18", weights=None, input_size=64, resize=32)
     with pytest.raises(ConfigError, match="input_size must be at least 1 px, not 0"):
         models.torchvision("resnet18", weights=None, input_size=0)
 
@@ -232,8 +238,12 @@ def test_checkpoints_that_do_not_fit_are_refused(
     )
     huge = torch.zeros(1).expand(1000, 512)
     refused({**state, "fc.weight": huge}, "declares more values than the file stores")
+    refused({1: torch.zeros(1)}, "holds 1, which is not a named, dense tensor")
+    refused({"a": torch.zeros(2).to_sparse()}, "holds 'a', which is not a named, dense tensor")
+    complex_bias = torch.zeros(1000, dtype=torch.complex64)
+    refused({**state, "fc.bias": complex_bias}, "fc.bias is complex, the model needs real numbers")
     refused(b"no checkpoint", "does not load as a checkpoint")
-    refused({"state_dict": {"a": 1}}, "holds 'a', which is not a tensor")
+    refused({"state_dict": {"a": 1}}, "holds 'a', which is not a named, dense tensor")
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     refused({"state_dict": state, "trap": Trap()}, "does not load as a checkpoint of tensors")
     assert "must never run" not in capsys.readouterr().out
@@ -241,10 +251,23 @@ def test_checkpoints_that_do_not_fit_are_refused(
         models.torchvision("resnet18", checkpoint=str(tmp_path / "none.pth"))
 
 
+def test_a_picture_too_thin_to_resize_is_refused_before_it_fills_the_memory() -> None:
+    from embedx.errors import DataError
+
+    prepared = models.Preprocess(resize_px=256, crop_px=224)
+    with pytest.raises(DataError, match="1x4000 px is too thin: with 256 px on the shorter side"):
+        prepared.pixels(Image.new("RGB", (1, 4000)))
+    assert prepared.pixels(Image.new("RGB", (1, 200))).shape == (3, 224, 224)
+
+
 def make(depth: int = 1, *, fail: bool = False) -> nn.Module:
     if fail:
         return "not a module"  # type: ignore[return-value]
     return nn.Sequential(nn.Flatten(), *[nn.Linear(12, 12) for _ in range(depth)])
+
+
+def make_broken() -> nn.Module:
+    return {}["x"]  # type: ignore[no-any-return]
 
 
 def test_a_model_of_ones_own_is_built_from_its_factory_under_the_seed() -> None:
@@ -258,5 +281,11 @@ def test_a_model_of_ones_own_is_built_from_its_factory_under_the_seed() -> None:
         models.own(make, width=2)
     with pytest.raises(ModelError, match="returned a str, not an nn.Module"):
         models.own(make, fail=True)
+    with pytest.raises(ModelError, match=r"make_broken raised KeyError: 'x' \(test_models"):
+        models.own(make_broken)
+    with pytest.raises(ModelError, match="has no values for .*weight yet; run it once"):
+        models.own(nn.LazyLinear, out_features=3)
+    with pytest.raises(ConfigError, match=r"model.std must be above 0, not \[1, 0, 1\]"):
+        models.own(make, std=[1, 0, 1])
     with pytest.raises(ConfigError, match="model.mean takes one number a channel, 3, not 1"):
         models.own(make, mean=[0.5])

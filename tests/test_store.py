@@ -312,7 +312,7 @@ def test_a_full_disk_shows_before_work_starts_and_leaves_nothing(tmp_path: Path)
         def allocate(self, fd: int, n_bytes: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(StoreError, match=r"no disk space for .*: it needs [\d.]+ MB and .* free"):
+    with pytest.raises(StoreError, match=r"no disk space for .*: it needs [\d,]+ kB and .* free"):
         create(tmp_path / "outputs" / "run" / "embeddings.h5", Full())
     assert list(tmp_path.iterdir()) == []
 
@@ -459,7 +459,7 @@ def test_a_projection_reads_back_as_written(tmp_path: Path) -> None:
         tmp_path / "projections" / "pca-123456.h5",
         coords=coords,
         ids=["a", "b", "ç"],
-        attrs={"id": "x", "method": "pca", "seed": 0},
+        attrs={"id": "x", "parent": "p", "method": "pca", "layer": "a", "seed": 0},
         state={"mean": np.arange(3.0)},
     )
     opened = store.open_projection(path)
@@ -473,7 +473,7 @@ def test_a_projection_reads_back_as_written(tmp_path: Path) -> None:
         path,
         coords=coords,
         ids=["a", "b", "ç"],
-        attrs={"id": "x", "method": "pca", "seed": 0},
+        attrs={"id": "x", "parent": "p", "method": "pca", "layer": "a", "seed": 0},
         state={"mean": np.arange(3.0)},
     )
     assert path.read_bytes() == before
@@ -512,3 +512,212 @@ def test_pandas_gets_one_row_a_sample(tmp_path: Path) -> None:
         frame[[f"layer/a.b[{i}]" for i in range(WIDTH)]].to_numpy("f4"),
         all_rows()["embeddings/layer%2Fa.b"],
     )
+
+
+class RecordingDisk(DiskIO):
+    """Notes what is written and synced, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.commit_offset = -1
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        in_commit = 0 <= offset - self.commit_offset < 2 * 4096 and self.commit_offset >= 0
+        self.calls.append("record" if in_commit else "rows")
+        return super().pwrite(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self.calls.append("sync")
+        super().sync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.calls.append(f"rename {new.name}")
+        super().rename(old, new)
+
+    def sync_folder(self, folder: Path) -> None:
+        self.calls.append("sync folder")
+        super().sync_folder(folder)
+
+
+def test_rows_are_durable_before_the_record_that_claims_them(tmp_path: Path) -> None:
+    disk = RecordingDisk()
+    writer = create(tmp_path / "new" / "embeddings.h5", disk)
+    assert disk.calls[0] == "sync folder"  # of the folder in which one was made
+    assert disk.calls[-3:] == ["sync", "rename embeddings.h5.partial", "sync folder"]
+    disk.commit_offset = writer._offsets["commit"]
+    disk.calls.clear()
+    append(writer, 0, 7, frozenset({3}))
+    rows = ["rows"] * 5  # three datasets, checksums, status
+    assert disk.calls == rows
+    writer.commit()
+    reasons = ["rows", "sync", "sync folder"]
+    assert disk.calls == [*rows, *reasons, "sync", "record", "sync"]
+    disk.calls.clear()
+    append(writer, 7, N_ROWS)
+    writer.finish()
+    assert disk.calls == [
+        *rows,
+        *("sync", "record", "sync"),
+        *("record", "sync", "record", "sync"),  # those of a file written in one go
+        *("rename embeddings.h5", "sync folder"),
+    ]
+
+
+def test_the_last_commit_is_checked_when_resuming(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 7)
+    writer.commit()
+    offset = writer._offsets["thumbnails"] + 5 * 12
+    writer.close()
+    with store.partial_path(path).open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\x07\x07")
+    with pytest.raises(StoreError, match="row 5 of the last commit does not match its checksum"):
+        store.resume(path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_the_reasons_of_failed_rows_survive_whichever_call_fails(tmp_path: Path, code: int) -> None:
+    bad = frozenset({2, 9, 20})
+    for k in range(1, 60, 2):
+        path = tmp_path / str(k) / "embeddings.h5"
+        disk = FailingDisk(k, code)
+        for _ in range(2):  # the second time in resume
+            try:
+                writer = store.resume(path, disk=disk) or create(path, disk)
+                for start in range(writer.rows_done, N_ROWS, 5):
+                    append(writer, start, min(start + 5, N_ROWS), bad)
+                    writer.commit()
+                writer.finish()
+                break
+            except StoreError:
+                disk.left = k
+        if not path.exists():
+            again = store.resume(path) or create(path)
+            append(again, again.rows_done, N_ROWS, bad)
+            again.finish()
+        assert [reason["row"] for reason in store.read_reasons(path)] == sorted(bad), k
+
+
+def test_reasons_are_read_whatever_the_ids_hold_and_torn_lines_are_passed_over(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    rows = {name: array[:3] for name, array in all_rows().items()}
+    ids = ["a\u2028b", "c\x85\n", "\udcff"]
+    reasons = {i: (name, "x") for i, name in enumerate(ids)}
+    writer.append(rows, status=np.full(3, Status.FAILED), reasons=reasons)
+    writer.commit()
+    writer.close()
+    with store.errors_path(path).open("ab") as file:
+        file.write(b'[]\n{"a": 1}\n{"row": 9, "id": "\xc3')
+    assert [reason["id"] for reason in store.read_reasons(path)] == ids
+    again = store.resume(path)
+    assert again is not None
+    again.close()
+    assert [reason["id"] for reason in store.read_reasons(path)] == ids
+
+
+def test_a_file_left_by_a_killed_create_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".embeddings.h5.99999.tmp").write_bytes(b"half")
+    finished(tmp_path / "embeddings.h5")
+    assert [path.name for path in tmp_path.iterdir()] == ["embeddings.h5"]
+
+
+def test_columns_of_another_length_and_equal_ids_are_refused(tmp_path: Path) -> None:
+    field = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    for ids, options, message in [
+        (["a", "b"], {"labels": np.zeros(3), "label_names": ["q"]}, "labels has 3 values for 2"),
+        (["a", "b"], {"metadata": {"k": ["x"]}}, "k has 1 values for 2 rows"),
+        (["a", "a"], {}, "two ids are the same"),
+        (["\udc80", "\\udc80"], {}, "two ids are the same"),
+    ]:
+        with pytest.raises(StoreError, match=message):
+            store.create(tmp_path / "e.h5", ids=ids, fields=[field], attrs={"id": "0"}, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def rewritten(path: Path, change: dict[str, object]) -> Path:
+    """A good file with attributes or datasets replaced."""
+    good = finished(path.parent / "good" / "embeddings.h5")
+    with h5py.File(good) as source, h5py.File(path, "w") as target:
+        target.attrs.update({k: v for k, v in source.attrs.items() if k not in change})
+        for name in ("ids", "labels", "label_names", "metadata", "status", "row_crc32", "commit"):
+            if name not in change:
+                source.copy(name, target)
+        for name in ("embeddings/layer%2Fa.b", "outputs/predicted", "thumbnails"):
+            if name not in change:
+                target[name] = source[name][()]
+        for name, value in change.items():
+            if name in source.attrs:
+                target.attrs[name] = value
+            elif value is not None:
+                target[name] = value
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"row_fields": "{"},
+        {"row_fields": "5"},
+        {"row_fields": "[1, 2]"},
+        {"row_fields": "[" * 5000},
+        {"row_fields": np.array([1, 2])},
+        {"n_rows": "x"},
+        {"n_rows": -1},
+        {"n_rows": 12.5},
+        {"n_rows": np.array([23, 23])},
+        {"id": np.array([1, 2])},
+        {"labels": np.full(N_ROWS, 99, "i4")},
+        {"labels": np.zeros(N_ROWS, "f4")},
+        {"labels": np.zeros(5, "i4")},
+        {"labels": np.zeros((N_ROWS, 2), "i4")},
+        {"label_names": None},
+        {"status": np.zeros((N_ROWS, 2), "u1")},
+        {"commit": np.zeros((2, 10), "u1")},
+        {"ids": np.zeros((N_ROWS, 2), "S3")},
+        {"ids": np.full(N_ROWS, b"same")},
+        {"metadata/z": np.zeros(3)},
+        {"metadata/z": h5py.Empty("f4")},
+        {"embeddings/layer%2Fa.b": np.zeros((N_ROWS, 2, 2), "f4")},
+        {"embeddings/layer%2Fa.b": np.zeros((N_ROWS, 0), "f4")},
+        {"embeddings/layer%2Fa.b": np.zeros((N_ROWS, 2), "i4")},
+        {"thumbnails": np.zeros((N_ROWS, 2, 2, 1), "u1")},
+        {"thumbnails": np.zeros((N_ROWS, 2, 2, 3), "f4")},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_file_with_wrong_values_is_refused_in_one_line(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    path = rewritten(tmp_path / "wrong.h5", change)
+    with pytest.raises(StoreError) as caught:
+        store.open(path)
+    assert "wrong.h5" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.h5")
+    with pytest.raises(StoreError, match="is not an HDF5 file"):
+        store.open_projection(tmp_path / "x.h5")
+
+
+def test_random_damage_never_shows_a_traceback(tmp_path: Path) -> None:
+    good = finished(tmp_path / "good.h5").read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for i in range(60):
+        data = bytearray(good)
+        for at in rng.integers(0, 4096 * 8, 30):
+            data[at] = rng.integers(0, 256)
+        path = tmp_path / f"{i}.h5"
+        path.write_bytes(data)
+        try:
+            store.open(path)
+        except StoreError:
+            refused += 1
+    assert refused > 20
