@@ -24,10 +24,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from embedx import __version__
 from embedx.checks import check_argument, check_arguments, unknown_key
-from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, StoreError, nearest
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    DependencyError,
+    EmbedxError,
+    Interrupted,
+    StoreError,
+    nearest,
+)
 
 if TYPE_CHECKING:
     from embedx.models import Model
+    from embedx.store import Projection
 
 log = logging.getLogger("embedx")
 
@@ -69,7 +78,13 @@ _FLAGS_WITH_VALUE = frozenset(
         "-cd",
     ]
 )
-_NEEDS_EMBEDDINGS = frozenset(["project", "evaluate", "export", "view"])
+_WORKS_ON = {  # stage -> the key that names its run; the newest where it is not given
+    "project": "embeddings",
+    "evaluate": "embeddings",
+    "export": "embeddings",
+    "view": "embeddings",
+    "info": "path",
+}
 _LOADS_NO_JOB = frozenset(["--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"])
 
 
@@ -107,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(error)
         return 128 + error.signal_number if isinstance(error, Interrupted) else 1
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C; run the same command again to go on", file=sys.stderr)
+        print("stopped by Ctrl-C; what was finished before is kept", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -137,7 +152,10 @@ class _Lines(logging.Handler):
         if sys.stderr.isatty() and "tqdm" in sys.modules:
             sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
         else:
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:  # head has read enough; the work goes on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _legible(line: str) -> str:
@@ -263,16 +281,16 @@ def _prepare(
             prepared.append(f"++{key}={value}")
         else:
             prepared.append(word)
-    if stage == "run" and not given & {"model", "data", "experiment"}:
+    if stage == "run" and not shows_only and not given & {"model", "data", "experiment"}:
         prepared.append("experiment=demo")
     if shows_only:
         # Hydra shows no help while a group that must be chosen is not.
         unchosen = [g for g, option in groups.items() if option == "???" and g not in given]
         prepared += [f"~{group}" for group in unchosen if "experiment" not in given]
-    elif stage in _NEEDS_EMBEDDINGS and "embeddings" not in given:
+    elif (key := _WORKS_ON.get(stage)) is not None and key not in given:
         newest = _newest_embeddings()
-        log.info("embeddings: the newest, %s", newest)
-        prepared.append(f"embeddings={_quote(str(newest))}")
+        log.info("%s: the newest, %s", key, newest)
+        prepared.append(f"{key}={_quote(str(newest))}")
     return prepared
 
 
@@ -304,22 +322,39 @@ def _print_help(stage: str) -> None:
             ("extract", "extract", set(_document("_extraction"))),
         ]
     for module, function, keys in where:
-        path = Path(__file__).with_name(f"{module}.py")
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        found = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)
-        text = inspect.cleandoc(ast.get_docstring(found) or "")
-        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M)
-        for key, about in re.findall(
-            r"^    (\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M
-        ):
+        for key, about in _explained(module, function).items():
             if key in keys:
-                print(f"  {key}: {' '.join(about.replace('``', '').split())}")
+                print(f"  {key}: {about}")
+    for group in groups:
+        shown: set[str] = set()
+        for option in _options(group):
+            node = _document(f"{group}/{option}")
+            target = "embedx.models.own" if option == "own" else str(node.get("_target_"))
+            if target.startswith("embedx."):
+                for key, about in _explained(*target.split(".")[1:]).items():
+                    if key in node and key not in shown:
+                        shown.add(key)
+                        print(f"  {group}.{key}: {about}")
     if groups:
         print("\nchoices")
         for group, option in groups.items():
             chosen = "" if option in (None, "???") else f" (default {option})"
             print(f"  {group}={'|'.join(_options(group))}{chosen}")
     print("\nall values, as KEY=VALUE (nested ones as model.input_size=96)\n")
+
+
+def _explained(module: str, function: str) -> dict[str, str]:
+    """The arguments of a function of ours with what its docstring says of them."""
+    path = Path(__file__).with_name(f"{module}.py")
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    found = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)
+    text = inspect.cleandoc(ast.get_docstring(found) or "")
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M)
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M)
+    return {
+        key: " ".join(about.replace("``", "").replace("None", "null").split())
+        for key, about in entries
+    }
 
 
 _HERE = frozenset(["layers", "info", "run"])
@@ -352,7 +387,13 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
     shows_only = any(flag.split("=")[0] in _LOADS_NO_JOB for flag in flags)
     if {"--help", "-h"} & set(flags):
         _print_help(stage)
-    import hydra
+    try:
+        import hydra
+    except ImportError:
+        raise DependencyError(
+            "what embedx needs is not installed in this Python; use scripts/embedx, or activate "
+            "the environment that has it: source .venv/bin/activate"
+        ) from None
     from hydra.errors import HydraException
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
@@ -424,7 +465,8 @@ def _sweep_label() -> str:
     config = HydraConfig.get()
     if config.mode != RunMode.MULTIRUN:
         return ""
-    return f"job {config.job.num}: {' '.join(config.overrides.task)}"
+    words = [word.lstrip("+") for word in config.overrides.task]
+    return f"job {config.job.num}: {' '.join(words)}"
 
 
 def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigError:
@@ -457,10 +499,22 @@ def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigE
             f"{', '.join(nearest(name, options))}, and all are {', '.join(options)}"
         )
     if match := re.search(r"Could not override '([^']+)'", text):
-        return unknown_key(match[1], _known_keys(stage, overrides))
+        return _no_key(match[1], stage, overrides)
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{stage} needs {error.full_key}: pass {error.full_key}=VALUE")
     return ConfigError("; ".join(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def _no_key(key: str, stage: str, overrides: Sequence[str]) -> ConfigError:
+    error = unknown_key(key, _known_keys(stage, overrides))
+    group, _, name = key.partition(".")
+    if group in _defaults(stage) and name:
+        having = [option for option in _options(group) if name in _document(f"{group}/{option}")]
+        if having:
+            return ConfigError(f"{error}; {key} belongs to {group}={'|'.join(having)}")
+        if group == "model":
+            return ConfigError(f"{error}; an argument of a model of your own is new: +{key}=...")
+    return error
 
 
 def _options(group: str) -> list[str]:
@@ -510,6 +564,13 @@ def _call_stage(stage: str, config: Any) -> None:
         if isinstance(values.get(key), str):
             values[key] = os.path.expanduser(values[key])
     globals()[f"_stage_{stage}"](values)
+
+
+def _typed() -> list[str]:
+    """The overrides of this job, as they went to Hydra."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return list(HydraConfig.get().overrides.task)
 
 
 def _choice(group: str) -> str:
@@ -582,7 +643,7 @@ def _stage_project(values: dict[str, Any]) -> None:
     _next(f"view {_word('embeddings', values['embeddings'])}")
 
 
-def _project(values: dict[str, Any]) -> None:
+def _project(values: dict[str, Any]) -> "Projection":
     from embedx.project import project
 
     settings = dict(values)
@@ -590,7 +651,7 @@ def _project(values: dict[str, Any]) -> None:
     check_arguments(project, settings)
     method = _node(node, "projection", bind=False)
     parameters = {key: value for key, value in node.items() if key != "_target_"}
-    project(settings.pop("embeddings"), method=method, **settings, **parameters)
+    return project(settings.pop("embeddings"), method=method, **settings, **parameters)
 
 
 def _stage_evaluate(values: dict[str, Any]) -> None:
@@ -672,15 +733,17 @@ def run(
         assert isinstance(composed, dict)
         return {str(key): value for key, value in composed.items()}
 
+    names = []
     for method in projections:
         settings = compose("project", f"projection={method}")
         settings["projection"].update(n_components=n_components, random_state=random_state)
-        _project({**settings, "overwrite": extraction["overwrite"]})
+        names.append(_project({**settings, "overwrite": extraction["overwrite"]}).name)
     _evaluate(compose("evaluate"))
     _view({**compose("view"), "color": color})
     _stage_export(compose("export"))
     _next(f"info {_word('path', path)} verify=true")
-    log.info("to look at: %s", path.parent / ("maps.png" if len(projections) > 1 else "map-*.png"))
+    picture = "maps.png" if len(set(names)) > 1 else f"map-{names[0]}.png"
+    log.info("to look at: %s", path.parent / picture)
 
 
 def _stage_run(values: dict[str, Any]) -> None:
@@ -706,8 +769,6 @@ def layers(model: "Model", *, depth: int | None) -> None:
 
     if depth is not None and depth < 1:
         raise ConfigError(f"depth must be at least 1, not {depth}")
-    for note in model.notes:
-        log.warning(note)
     side = model.preprocess.crop_px if model.preprocess else 224
     example = torch.zeros(1, 3, side, side)
     table = layer_table(model.module, example, penultimate=model.layer, title=model.name)
@@ -718,7 +779,7 @@ def layers(model: "Model", *, depth: int | None) -> None:
         n = layer.n_parameters
         if depth is not None and layer.name.count(".") == depth - 1:  # what is folded into it
             n += sum(r.n_parameters for r in table if r.name.startswith(f"{layer.name}."))
-        mark = "<- penultimate" if layer.penultimate else ""
+        mark = f"<- penultimate, {layer.penultimate}" if layer.penultimate else ""
         shown = f"{n:,}" if n else "-"
         rows.append((layer.name, layer.kind, layer.output_shape, shown, str(layer.calls), mark))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
@@ -735,9 +796,13 @@ def layers(model: "Model", *, depth: int | None) -> None:
 def _stage_layers(values: dict[str, Any]) -> None:
     node = values.pop("model")
     check_arguments(layers, values, positional=1)
-    model = _node(node, "model")()
+    build = _node(node, "model")
+    if "weights" in node and node.get("checkpoint") is None:
+        build = _node({**node, "weights": None}, "model")  # names and shapes need no weights
+    model = build()
     layers(model, **values)
-    _next(f"extract model={_choice('model')} 'layers=[{model.layer or 'penultimate'}]'")
+    typed = [word for word in _typed() if word.lstrip("+").startswith("model")]
+    _next(shlex.join(["extract", *typed, f"layers=[{model.layer or 'penultimate'}]"]))
 
 
 def info(*, path: str, verify: bool) -> None:
@@ -767,7 +832,8 @@ def _stage_info(values: dict[str, Any]) -> None:
 
 
 def _next(command: str) -> None:
-    log.info("next: python -m embedx %s", command)
+    typed = os.environ.get("EMBEDX_COMMAND", "python -m embedx")  # as scripts/embedx was called
+    log.info("next: %s %s", typed, command)
 
 
 def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:

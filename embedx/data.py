@@ -41,6 +41,7 @@ class Source:
         label_names: Names of the labels.
         metadata: Further columns of n numbers or texts.
         notes: What was found and what was passed over, for the user.
+        warnings: What the user should be told aloud.
         root: The folder that holds the items; None where there is none.
     """
 
@@ -52,6 +53,7 @@ class Source:
     label_names: Sequence[str] = ()
     metadata: dict[str, Array | Sequence[str]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     root: Path | None = None
 
     def __len__(self) -> int:
@@ -332,10 +334,11 @@ def in_memory(
         if classes is not None and set(unique.tolist()) <= set(range(len(classes))):
             names = [str(classes[int(value)]) for value in unique.tolist()]
     note = f"{kind}: {n:,} samples, {len(names) or 'no'} classes"
+    aloud = []
     if _as_array(items) is None:
         note += f"; recognised by {min(n, _DIGEST_ITEMS)} of them"
         if labels is None and _is_labelled(items):
-            note += "; the labels in its items are not read, give them as labels="
+            aloud.append(f"the labels in the items of {kind} are not read; give them as labels=")
     return Source(
         name=kind,
         ids=list(ids) if ids is not None else [str(i) for i in range(n)],
@@ -344,6 +347,7 @@ def in_memory(
         labels=indices,
         label_names=names,
         notes=(note,),
+        warnings=tuple(aloud),
     )
 
 

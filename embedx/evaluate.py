@@ -53,14 +53,16 @@ def evaluate(
     text = json.dumps({"parent": opened.attrs["id"], "scores": table}, indent=2) + "\n"
     store.replace_file(path, text.encode())
     width = max(len(row["name"]) for row in table)
-    log.info(
-        "%-*s  %9s %6s  %13s  %15s", width, "", "rows", "dims", "5-NN accuracy", "trustworthiness"
-    )
+    layer_width = max(len("layer"), *(len(row["layer"]) for row in table))
+    heads = ("rows", "dims", "5-NN accuracy", "trustworthiness")
+    log.info("%-*s  %-*s  %9s %6s  %13s  %15s", width, "", layer_width, "layer", *heads)
     for row in table:
         log.info(
-            "%-*s  %9s %6d  %13s  %15s",
+            "%-*s  %-*s  %9s %6d  %13s  %15s",
             width,
             row["name"],
+            layer_width,
+            row["layer"],
             f"{row['rows']:,}",
             row["dims"],
             _figure(row["knn_accuracy"]),

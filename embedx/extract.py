@@ -103,7 +103,8 @@ def extract(
         save_outputs: Keep the model's outputs too, as ``logits`` and ``predicted``.
         thumbnails: Side in px of the miniatures kept for pictures; 0 for none.
         on_error: ``skip`` marks a sample that cannot be read as failed, ``raise`` stops at it.
-        out: Folder for ``embeddings.h5``; ``outputs/<model>-<data>-<6 hex>`` where not given.
+        out: Folder for ``embeddings.h5``; one below ``outputs``, named after model and data, where
+            not given.
         overwrite: Replace what another run left in ``out``, and all that was derived from it.
         preprocess: For pictures into a live network; tensors enter unchanged without it.
         labels: For data that has none of its own, n of any kind.
@@ -129,7 +130,7 @@ def extract(
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
     described = model if isinstance(model, Model) else models.live(model, preprocess=preprocess)
     source = _as_source(data, labels=labels, ids=ids)
-    for note in described.notes:
+    for note in (*described.notes, *source.warnings):
         log.warning(note)
     for note in source.notes:
         log.info(note)
@@ -330,10 +331,10 @@ def _refuse_another(present: Path, identity: Mapping[str, Any]) -> None:
     elif key == "code":
         difference = "the code or the structure of the model has changed since"
     else:
-        difference = f"its {key} is {_short(was)}, and here it is {_short(now)}"
+        difference = f"{key} is {_short(was)} there and {_short(now)} here"
     raise StoreError(
-        f"{present} holds another run: {difference}; choose another name=..., or replace it with "
-        "overwrite=true"
+        f"{present} holds another run: {difference}; choose another name or out folder, or replace "
+        "it with overwrite=true"
     )
 
 
@@ -352,7 +353,7 @@ def _remove_derived(folder: Path, file_id: str) -> None:
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if json.loads(scores.read_bytes()).get("parent") == file_id:
             scores.unlink()
-    for picture in [*folder.glob("map-*.png"), folder / "maps.png"]:
+    for picture in [*folder.glob("map-*.png"), *folder.glob("maps*.png")]:
         if picture.is_file() and store.PICTURE_MARK in picture.read_bytes()[:4096]:
             picture.unlink()
     store.remove_export(folder / "projector")
@@ -633,12 +634,12 @@ def _whole(loader: "torch.utils.data.DataLoader[_Batch]", plan: _Plan) -> Iterat
 
 def _report(writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:
     shapes = ", ".join(
-        f"{field.name.removeprefix('embeddings/')} {field.shape[0]} {field.dtype}"
+        f"{field.name.removeprefix('embeddings/')} ({field.shape[0]} {field.dtype})"
         for field in writer.fields
         if field.name.startswith("embeddings/")
     )
     log.info(
-        "wrote %s: %s rows, %s failed, %s dims, %.1f s, %.1f images/s",
+        "wrote %s: %s rows, %s failed, %s, %.1f s, %.1f images/s",
         path,
         f"{writer.n_rows:,}",
         f"{writer.n_failed:,}",

@@ -410,7 +410,7 @@ class Layer:
         output_shape: Shape of what it gives out in the example pass, ``""`` if not a tensor.
         n_parameters: Parameters of its own, each shared one counted where it first appears.
         calls: How often it ran in the pass.
-        penultimate: Whether this is the layer that ``layers=penultimate`` captures.
+        penultimate: The point that ``layers=penultimate`` captures, if it is of this layer, or "".
     """
 
     name: str
@@ -418,7 +418,7 @@ class Layer:
     output_shape: str
     n_parameters: int
     calls: int
-    penultimate: bool
+    penultimate: str
 
 
 def layer_table(
@@ -479,7 +479,7 @@ def layer_table(
                 output_shape=shapes.get(name, ""),
                 n_parameters=sum(own.values()),
                 calls=calls[name],
-                penultimate=marked is not None and name == marked.layer,
+                penultimate=marked.name if marked is not None and name == marked.layer else "",
             )
         )
     return rows

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from embedx.errors import ConfigError, DataError, ModelError, first_line, missing_extra, nearest
+from embedx.errors import ConfigError, DataError, ModelError, missing_extra, nearest
 
 PREPROCESS_REVISION = 1  # raised when pixels change; part of every file's id
 
@@ -193,8 +193,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a file that is not a checkpoint
         raise ModelError(
-            f"{path} does not load as a checkpoint of tensors alone ({first_line(error)[:120]}); "
-            "save it with torch.save(model.state_dict(), FILE)"
+            f"{path} does not load as a checkpoint of tensors alone ({type(error).__name__}); save "
+            "it with torch.save(model.state_dict(), FILE)"
         ) from error
     for key in ("state_dict", "model_state_dict", "model"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
@@ -425,7 +425,7 @@ def _downloaded(name: str, url: str) -> Path:
     except (OSError, urllib.error.URLError, RuntimeError) as error:
         reason = getattr(error, "reason", None) or error
         raise ModelError(
-            f"the weights of {name} cannot be downloaded ({reason}): put {file_name} into "
+            f"the weights of {name} cannot be downloaded ({reason}): put {url} into "
             f"{folder}, or use model.weights=null (random), model.checkpoint=FILE, or a model "
             "whose weights are installed: model=efficientnet_lite0"
         ) from error

@@ -319,6 +319,8 @@ def project(
     name = re.sub(r"[^\w.-]+", "_", getattr(method, "__name__", "projection"))
     parameters = _with_defaults(method, parameters)
     point, rows = opened.rows(layer)
+    if layer is None and len(opened.embeddings) > 1:
+        log.warning("several layers: projecting the first, %s; choose with layer=", point)
     settings = {"method": name, "layer": point, **parameters}
     if METHODS.get(name) is not method:  # two functions of one name are not one method
         settings["function"] = f"{method.__module__}.{getattr(method, '__qualname__', name)}"

@@ -1123,6 +1123,10 @@ class Embeddings:
         if len(set(self.ids)) != len(self.ids):
             raise StoreError(f"{path} is damaged: ids come twice; make it anew")
 
+    def __repr__(self) -> str:
+        points = ", ".join(f"{name} {rows.shape}" for name, rows in self.embeddings.items())
+        return f"<Embeddings {self.path}: {self.n_rows} rows, {points}>"
+
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the rows, as far as the file says; empty where it does not."""
@@ -1195,9 +1199,10 @@ def find_embeddings(where: str | os.PathLike[str]) -> Path:
         path = path / EMBEDDINGS_NAME
     if not path.exists():
         if partial_path(path).exists():
+            partial = Embeddings(partial_path(path))
             raise StoreError(
-                f"{path} is not finished; go on with the same extract command, or read "
-                f"{partial_path(path)}"
+                f"{path} is not finished, {partial.n_rows:,} of {partial.attrs['n_rows']:,} rows "
+                f"are there; go on with the same extract command, or read {partial.path}"
             )
         raise StoreError(f"there is no {path}; make it with: python -m embedx extract")
     return path
@@ -1239,6 +1244,9 @@ class Projection:
     ids: list[str]
     attrs: dict[str, Any]
     state: dict[str, Array]
+
+    def __repr__(self) -> str:
+        return f"<Projection {self.path}: coords {self.coords.shape}>"
 
     @property
     def name(self) -> str:

@@ -101,13 +101,15 @@ def view(
     values = _values(opened, color)
     groups = None if values is None or _is_scale(values) else _groups(values, opened.ok)
     folder = Path(out) if out else opened.path.parent
+    # A picture in other colours is another picture.
+    suffix = "" if color == "label" else f"-{re.sub(r'[^A-Za-z0-9_.]', '_', color)}"
     written = []
     for projection in maps:
-        path = folder / f"map-{projection.name}.png"
+        path = folder / f"map-{projection.name}{suffix}.png"
         written.append(_save(_draw(opened, [projection], values, groups, color), path))
     together = _draw(opened, maps, values, groups, color)
     if len(maps) > 1:
-        written.append(_save(together, folder / "maps.png"))
+        written.append(_save(together, folder / f"maps{suffix}.png"))
     for path in written:
         log.info("wrote %s", path)
     if open:
@@ -209,6 +211,8 @@ def _draw(
             frameon=False,
         )
     about = f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}"
+    if str(opened.attrs.get("weights", "")).startswith("random"):
+        about = f"RANDOM weights, {about}"
     layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
     title = _legible(f"{about}, layer {', '.join(layers)}", most=60 * across)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -220,6 +224,8 @@ def _title(projection: Projection, maps: Sequence[Projection]) -> str:
     title = {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}.get(method, method)
     if [other.attrs["method"] for other in maps].count(method) > 1:
         title = projection.name
+    if len({other.attrs["layer"] for other in maps}) > 1:
+        title += f" of {projection.attrs['layer']}"
     score = projection.attrs.get("trustworthiness")
     return _legible(title) + (f"  (trustworthiness {score:.3f})" if score is not None else "")
 

@@ -26,7 +26,15 @@ MISTAKES = {
     "extract": (1, r"ConfigError: extract needs a model: pass model=NAME, one of alexnet, .*"),
     "layers": (1, r"ConfigError: layers needs a model: pass model=NAME, one of alexnet, .*"),
     "run data=digits": (1, r"ConfigError: run needs a model: .*"),
-    "info": (1, r"ConfigError: info needs path: pass path=VALUE"),
+    "info": (1, r"DataError: there are no embeddings below outputs/ yet; .*"),
+    "extract model=alexnet data.root=x": (
+        1,
+        r"ConfigError: there is no key 'data.root'; .*; data.root belongs to data=folder",
+    ),
+    "extract model=own model._target_=torch.nn.Identity model.depth=3": (
+        1,
+        r"ConfigError: there is no key 'model.depth'; .* is new: \+model.depth=\.\.\.",
+    ),
     "extract model=resnet19": (
         1,
         r"ConfigError: there is no model 'resnet19'; the nearest are resnet18, resnet50, .*",
@@ -301,7 +309,7 @@ def test_both_spellings_of_model_work(spelling: str, embedx_here: Here, tmp_path
     assert out[-1] == f"next: python -m embedx project projection=umap embeddings={shown}"
     assert any(line.startswith("alexnet has RANDOM weights (seed 0)") for line in out)
     assert any(line.endswith(f"into {shown}") and " on cpu " in line for line in out)
-    assert re.search(r"12 rows, 0 failed, classifier.5 4096 float32 dims", "\n".join(out))
+    assert re.search(r"12 rows, 0 failed, classifier.5 \(4096 float32\)", "\n".join(out))
     assert store.open(path).n_rows == 12
 
 
@@ -336,8 +344,8 @@ def test_names_tell_settings_apart_and_a_done_run_is_recognised(
     status, _, err = embedx_here("extract", *usual, "data.limit=9", "name=mine")
     assert status == 1
     assert re.fullmatch(
-        r"StoreError: outputs/mine/embeddings.h5 holds another run: its rows is 12, and here "
-        r"it is 9; choose another name=..., or replace it with overwrite=true",
+        r"StoreError: outputs/mine/embeddings.h5 holds another run: rows is 12 there and 9 "
+        r"here; choose another name or out folder, or replace it with overwrite=true",
         err[-1],
     )
     assert extract(*usual, "data.limit=9", "name=mine", "overwrite=true") == "mine"
@@ -521,9 +529,20 @@ def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> Non
     assert (status, err) == (0, [])
     table = [line.split() for line in out]
     assert ["classifier.6", "Linear", "1x1000", "4,097,000", "1"] in table
-    assert ["classifier.5", "ReLU", "1x4096", "-", "1", "<-", "penultimate"] in table
+    assert [
+        "classifier.5",
+        "ReLU",
+        "1x4096",
+        "-",
+        "1",
+        "<-",
+        "penultimate,",
+        "classifier.5",
+    ] in table
     assert "alexnet: 23 layers, 61,100,840 parameters" in out
-    assert out[-1] == "next: python -m embedx extract model=alexnet 'layers=[classifier.5]'"
+    assert out[-1] == (
+        "next: python -m embedx extract model=alexnet model.weights=null 'layers=[classifier.5]'"
+    )
     status, folded, _ = embedx_here("layers", "model=alexnet", "model.weights=null", "depth=1")
     assert ["classifier", "Sequential", "1x1000", "58,631,144", "1"] in [x.split() for x in folded]
 

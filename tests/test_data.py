@@ -580,7 +580,10 @@ def test_dataset_gives_inputs_targets_and_names_of_classes() -> None:
         assert source.read(3).tolist() == [3.0, 3.0]
     without = data.in_memory(_Dataset(pairs))
     assert without.labels is None
-    assert without.notes == ("_dataset: 4 samples, no classes",)
+    assert without.notes == ("_dataset: 4 samples, no classes; recognised by 4 of them",)
+    assert without.warnings == (
+        "the labels in the items of _dataset are not read; give them as labels=",
+    )
 
 
 def test_names_of_classes_are_not_put_on_labels_of_another_kind() -> None:

@@ -106,10 +106,18 @@ def test_table_is_printed_with_its_figures(
     caplog.clear()
     table = evaluate(tmp_path)
     head, first, second, last = caplog.messages
-    assert head.split() == ["rows", "dims", "5-NN", "accuracy", "trustworthiness"]
-    assert first.split() == ["avgpool", "80", "6", f"{table[0]['knn_accuracy']:.3f}", "-"]
+    assert head.split() == ["layer", "rows", "dims", "5-NN", "accuracy", "trustworthiness"]
+    assert first.split() == [
+        "avgpool",
+        "avgpool",
+        "80",
+        "6",
+        f"{table[0]['knn_accuracy']:.3f}",
+        "-",
+    ]
     assert second.split() == [
         projection.name,
+        "avgpool",
         "80",
         "2",
         f"{table[1]['knn_accuracy']:.3f}",

@@ -191,13 +191,13 @@ def test_done_is_done_and_other_settings_are_refused_with_the_difference(
     stamp = first.path.stat().st_mtime_ns
     assert embedx.extract(resnet, photos, out=out, num_workers=1).path.stat().st_mtime_ns == stamp
     embedx.project(out, method="pca")
-    with pytest.raises(StoreError, match="its layers is .* and here it is .*overwrite=true"):
+    with pytest.raises(StoreError, match="layers is .* there and .* here; .*overwrite=true"):
         embedx.extract(resnet, photos, out=out, layers="layer1")
     other = models.torchvision("resnet18", weights=None, input_size=64, seed=1)
-    with pytest.raises(StoreError, match="its weights_sha256 is"):
+    with pytest.raises(StoreError, match="weights_sha256 is"):
         embedx.extract(other, photos, out=out)
     smaller = models.torchvision("resnet18", weights=None, input_size=32)
-    with pytest.raises(StoreError, match="its preprocess is"):
+    with pytest.raises(StoreError, match="preprocess is"):
         embedx.extract(smaller, photos, out=out)
     next(photos.rglob("*.jpg")).touch()
     with pytest.raises(StoreError, match="the data has changed since"):
@@ -294,12 +294,12 @@ def test_whatever_decides_the_rows_is_noticed(tmp_path: Path) -> None:
     other = np.where(np.arange(24).reshape(6, 4) == 13, x + 1, x)
     for model, data_, options, message in [
         (Shifty(nn.Tanh), x, {}, "the code or the structure of the model has changed"),
-        (Shifty(hidden=1.0), x, {}, "its weights_sha256 is"),
+        (Shifty(hidden=1.0), x, {}, "weights_sha256 is"),
         (Shifty(), other, {}, "the data has changed since"),
         (Shifty(), x, {"labels": list("aaabcc")}, "the ids or labels are others"),
         (Shifty(), x, {"ids": list("uvwxya")}, "the ids or labels are others"),
-        (Shifty(), x, {"precision": "bf16"}, "its precision is fp32, and here it is bf16"),
-        (Shifty(), x, {"pooling": "flatten"}, "its pooling is"),
+        (Shifty(), x, {"precision": "bf16"}, "precision is fp32 there and bf16 here"),
+        (Shifty(), x, {"pooling": "flatten"}, "pooling is"),
     ]:
         with pytest.raises(StoreError, match=message):
             embedx.extract(model, data_, out=tmp_path, **{**usual, **options})

@@ -152,7 +152,7 @@ def test_rows_after_the_last_commit_are_not_claimed(tmp_path: Path) -> None:
     writer.close()
     partial = store.Embeddings(store.partial_path(path))
     assert (partial.complete, partial.n_rows, len(partial.ids)) == (False, 7, 7)
-    with pytest.raises(StoreError, match="not finished; go on with the same"):
+    with pytest.raises(StoreError, match="is not finished, 7 of 23 rows are there; go on with"):
         store.open(path)
 
 
