@@ -551,12 +551,12 @@ def _run(
         worker_init_fn=_start_worker,
     )
     waiting: list[_Batch] = []  # bad batches before the first good one: the shapes are not known
-    with contextlib.ExitStack() as stack:
+    with _dead_workers_said(plan), contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signal())
         stack.callback(lambda: writer.close() if writer else None)
         progress = stack.enter_context(Progress(n_rows, what="extract", done=first_row))
         forward = stack.enter_context(_forward(plan))
-        for batch in _whole(loader, plan):
+        for batch in loader:
             if batch.fatal is not None:
                 raise batch.fatal
             if batch.reasons and plan.on_error == "raise":
@@ -614,22 +614,18 @@ def _run(
     _report(writer, path, seconds=time.monotonic() - started, rate=progress.rate)
 
 
-def _whole(loader: "torch.utils.data.DataLoader[_Batch]", plan: _Plan) -> Iterator[_Batch]:
-    """The batches; a worker process that dies is said in one line."""
-    batches = iter(loader)
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise DataError(
-                "a process that reads the data died, killed or out of memory; what was committed "
-                f"is kept: run again to go on, with less than num_workers={plan.num_workers}"
-            ) from error
-        yield batch
+@contextlib.contextmanager
+def _dead_workers_said(plan: _Plan) -> Iterator[None]:
+    """A worker process that dies is one line. torch raises it from a signal handler, anywhere."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            "a process that reads the data died, killed or out of memory; what was committed is "
+            f"kept: run again to go on, with less than num_workers={plan.num_workers}"
+        ) from error
 
 
 def _report(writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:

@@ -70,6 +70,12 @@ def test_lite0_of_two_photos_equals_the_original_network_written_out(tmp_path: P
         ("resnet50", "avgpool", 2048),
         ("alexnet", "classifier.5", 4096),
         ("vit_b_16", "encoder.ln", 768),
+        ("vgg16", "classifier.5", 4096),
+        ("densenet121", "classifier:input", 1024),
+        ("mobilenet_v3_small", "classifier.2", 1024),
+        ("efficientnet_b0", "avgpool", 1280),
+        ("convnext_tiny", "classifier.1", 768),
+        ("swin_t", "avgpool", 768),
     ],
 )
 def test_named_layer_equals_what_enters_the_head(name: str, layer: str, n_features: int) -> None:

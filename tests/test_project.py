@@ -278,7 +278,8 @@ def test_no_library_prints_or_warns(
     done = subprocess.run(
         [sys.executable, "-c", code, str(path), method], capture_output=True, text=True
     )
-    assert (done.stdout, done.stderr) == ("done\n", "")
+    ours = {"tsne": "perplexity=30.0 is too large for these rows: using 13\n"}  # it must be said
+    assert (done.stdout, done.stderr) == ("done\n", ours.get(method, ""))
     for n_components in (2, 3):
         project(path, method=method, n_components=n_components, random_state=3)
     assert capfd.readouterr() == ("", "")
