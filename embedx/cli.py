@@ -497,6 +497,10 @@ def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigE
         return ConfigError(
             f"there is no {group or 'config'} {name!r}; the nearest are "
             f"{', '.join(nearest(name, options))}, and all are {', '.join(options)}"
+            + (
+                "; model=torchvision model.name=NAME takes any of torchvision's"
+                * (group == "model")
+            )
         )
     if match := re.search(r"Could not override '([^']+)'", text):
         return _no_key(match[1], stage, overrides)
