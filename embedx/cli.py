@@ -229,7 +229,8 @@ def _quote(value: str) -> str:
 def _word(key: str, value: Any) -> str:
     """``key=value`` as a user would type it: quoted for Hydra and for the shell, where need be."""
     text = str(value)
-    is_plain = re.fullmatch(r"[\w./:@+-]+", text, re.ASCII)
+    # Without a slash it could be a number, or null, to Hydra.
+    is_plain = "/" in text and re.fullmatch(r"[\w./:@+-]+", text, re.ASCII)
     return shlex.quote(f"{key}={text if is_plain else _quote(text)}")
 
 

@@ -400,7 +400,14 @@ def _as_array(value: Any) -> Array | None:
         return np.asarray(value)
     if not hasattr(value, "detach"):  # torch is not imported to ask: tensors have it
         return None
-    tensor = value.detach().cpu()
+    try:
+        tensor = value.detach().cpu()
+        if str(tensor.layout) != "torch.strided":
+            raise DataError("data is a sparse tensor; give data.to_dense()")
+    except NotImplementedError:
+        raise DataError(
+            "data is a tensor without values (on meta); give one that has them"
+        ) from None
     try:
         array: Array = tensor.numpy()
     except TypeError:  # bfloat16, which NumPy does not have, fits into float32

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from embedx import store
-from embedx.checks import checked
+from embedx.checks import check_arguments, checked
 from embedx.errors import ConfigError, DataError, StoreError, missing_extra
 from embedx.store import Array, Embeddings, Projection
 
@@ -62,6 +62,7 @@ def export(
             )
         exporter = EXPORTERS[exporter]
     folder = Path(out) if out else opened.path.parent / "projector"
+    check_arguments(exporter, options, positional=3)
     return exporter(opened, maps, folder, **options)
 
 

@@ -66,11 +66,11 @@ def extract(
     model: Model | nn.Module,
     data: Any,
     *,
-    layers: str | list[str] = "penultimate",
-    pooling: str | list[str] = "auto",
+    layers: str | Sequence[str] = "penultimate",
+    pooling: str | Sequence[str] = "auto",
     batch_size: int = 64,
     num_workers: int = 0,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     precision: Precision = "fp32",
     dtype: Literal["float32", "float16"] = "float32",
     save_outputs: bool = False,
@@ -136,7 +136,7 @@ def extract(
         log.info(note)
     if described.module.training:
         log.warning("%s is in train mode: it runs in eval mode, and is put back", described.name)
-    torch_device = _device(device, described, is_live=not isinstance(model, Model))
+    torch_device = _device(str(device), described, is_live=not isinstance(model, Model))
     if precision == "fp16" and torch_device.type == "cpu":
         raise ConfigError("precision=fp16 needs a GPU, and the device is cpu; use bf16 or fp32")
     if precision == "tf32" and torch_device.type != "cuda":
@@ -329,7 +329,7 @@ def _refuse_another(present: Path, identity: Mapping[str, Any]) -> None:
     elif key == "columns":
         difference = "the ids or labels are others"
     elif key == "code":
-        difference = "the code or the structure of the model has changed since"
+        difference = "the code, the structure or an attribute of the model is another"
     else:
         difference = f"{key} is {_short(was)} there and {_short(now)} here"
     raise StoreError(
@@ -345,13 +345,13 @@ def _short(value: Any) -> str:
 
 def _remove_derived(folder: Path, file_id: str) -> None:
     """Remove what was made of the embeddings with this id, and nothing that somebody else made."""
-    for file in (folder / "projections").glob("*.h5"):
+    for file in sorted((folder / "projections").glob("*.h5")):
         with contextlib.suppress(StoreError):
             if store.open_projection(file).attrs["parent"] == file_id:
                 file.unlink()
     scores = folder / "scores.json"
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        if json.loads(scores.read_bytes()).get("parent") == file_id:
+        if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
             scores.unlink()
     for picture in [*folder.glob("map-*.png"), *folder.glob("maps*.png")]:
         if picture.is_file() and store.PICTURE_MARK in picture.read_bytes()[:4096]:
@@ -526,6 +526,10 @@ def _run(
 ) -> None:
     """Fill ``path``, from the start or from where it was left."""
     expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
+    replaced = None
+    if overwrite and path.exists():
+        with contextlib.suppress(StoreError):  # damaged: nothing can be known to be made of it
+            replaced = str(store.open(path).attrs["id"])
     try:
         writer = store.resume(path, expected=expected)
     except InUseError:
@@ -535,9 +539,6 @@ def _run(
             raise
         writer = None
     settings = path.with_name("config.yaml")
-    if writer is not None and not settings.exists():
-        store.replace_file(settings, config.encode())
-    replaced = store.open(path).attrs["id"] if overwrite and path.exists() else None
     started = time.monotonic()
     n_rows = len(plan.source)
     first_row = writer.rows_done if writer else 0
@@ -575,7 +576,6 @@ def _run(
                     assert results is not None
                     fields = _fields(plan, results, has_thumbnails=batch.thumbnails is not None)
                     writer = _create(plan, path, fields, attrs, replace=overwrite)
-                    store.replace_file(settings, config.encode())
                     for earlier in waiting:
                         _append(writer, earlier, None, plan.source)
                 _append(writer, batch, results, plan.source)
@@ -599,13 +599,14 @@ def _run(
             writer.commit()
             reason = store.read_reasons(path)[0]["reason"]
             writer.discard()
-            settings.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
             raise DataError(f"every one of the {n_rows:,} rows failed; the first: {reason}")
-        writer.finish()
+        # Before the file takes its name: whatever stops us here, the next run comes by again.
+        store.replace_file(settings, config.encode())
         if replaced is not None:
-            _remove_derived(path.parent, str(replaced))
+            _remove_derived(path.parent, replaced)
+        writer.finish()
         if stop.number:  # too late for this file, in time for what would follow
             raise Interrupted(
                 f"stopped by {signal.Signals(stop.number).name} when {path} was complete",

@@ -159,6 +159,28 @@ def _no_such_layer(
     )
 
 
+class _FastPathsOff:
+    """Fused attention is off while any capture is active, and as it was after the last one."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._before = True
+
+    def __enter__(self) -> None:
+        if self._users == 0:
+            self._before = torch.backends.mha.get_fastpath_enabled()
+        self._users += 1
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        self._users -= 1
+        if self._users == 0:
+            torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_FAST_PATHS_OFF = _FastPathsOff()
+
+
 class Capture(Mapping[str, Tensor]):
     """The tensors of the latest forward pass, by the name of their point.
 
@@ -187,11 +209,7 @@ class Capture(Mapping[str, Tensor]):
         modules = dict(self._module.named_modules())
         with contextlib.ExitStack() as stack:
             # Fused attention skips the modules inside it, and with them their hooks.
-            stack.callback(
-                torch.backends.mha.set_fastpath_enabled,
-                torch.backends.mha.get_fastpath_enabled(),
-            )
-            torch.backends.mha.set_fastpath_enabled(False)
+            stack.enter_context(_FAST_PATHS_OFF)
             begin = self._module.register_forward_pre_hook(self._begin_pass, prepend=True)
             stack.callback(begin.remove)
             for layer in dict.fromkeys(point.layer for point in self._points.values()):
@@ -459,10 +477,8 @@ def layer_table(
 
         return after
 
-    fastpath = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(_FAST_PATHS_OFF)
         for name, child in module.named_modules():
             stack.callback(child.register_forward_hook(watch(name)).remove)
         with undisturbed(module), torch.inference_mode():

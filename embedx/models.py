@@ -159,20 +159,38 @@ def state_sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def code_sha256(module: nn.Module) -> str:
-    """SHA-256 of a network's structure, and of the source of classes that no package defines.
+def code_sha256(module: nn.Module, *, arguments: Mapping[str, Any] | None = None) -> str:
+    """SHA-256 of what a network computes with its weights, as far as it can be read.
 
-    Weights alone do not say what is computed with them: a ReLU may have become a Tanh.
+    Weights alone do not say it: a ReLU may have become a Tanh. Hashed are the structure, plain
+    attributes, the arguments it was made with, and the source files of classes that no package
+    defines (of a script itself, the classes alone: it holds much else).
+
+    Args:
+        module: The network.
+        arguments: What its factory was called with.
     """
     # Addresses in memory differ from run to run.
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "0x", repr(module)).encode())
-    kinds = {type(child) for child in module.modules()}
+    digest.update(repr(sorted((arguments or {}).items())).encode())
+    kinds: set[type] = set()
+    for name, child in module.named_modules():
+        kinds.update(type(child).__mro__)
+        for key, value in sorted(vars(child).items()):
+            if isinstance(value, (bool, int, float, str, tuple)) and key != "training":
+                digest.update(f"{name}.{key}={value!r}\0".encode())
+            elif isinstance(value, Tensor) and not value.is_meta:
+                digest.update(f"{name}.{key}={value.detach().cpu().tolist()}\0".encode())
     for kind in sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"):
         digest.update(f"{kind.__module__}.{kind.__qualname__}\0".encode())
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        if "site-packages" not in file and not kind.__module__.startswith("torch"):
-            with contextlib.suppress(OSError, TypeError):  # typed at a prompt: no source
-                digest.update(inspect.getsource(kind).encode())
+        is_packaged = kind.__module__.split(".")[0] in ("builtins", "torch", "torchvision")
+        if is_packaged or "site-packages" in file:
+            continue
+        with contextlib.suppress(OSError, TypeError):  # typed at a prompt: no source
+            is_script = kind.__module__ == "__main__"
+            source = inspect.getsource(kind).encode() if is_script else Path(file).read_bytes()
+            digest.update(source)
     return digest.hexdigest()
 
 
@@ -269,6 +287,7 @@ def _finish(
     weights: _Weights,
     *,
     seed: int,
+    arguments: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Model:
     """Build a network from a seed, put its weights in, and describe it."""
@@ -282,7 +301,7 @@ def _finish(
         module=module.eval(),
         weights=weights.words,
         weights_sha256=weights.sha256 or state_sha256(module),
-        code=code_sha256(module),
+        code=code_sha256(module, arguments=arguments),
         notes=weights.notes,
         **fields,
     )
@@ -575,6 +594,7 @@ def own(
         build,
         _from_checkpoint(checkpoint) if checkpoint else _Weights(f"as {title} made", None, None),
         seed=seed,
+        arguments=arguments,
         name=name,
         layer=layer,
         tokens=tokens,

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     import pandas
 
 Array = npt.NDArray[Any]
+
+log = logging.getLogger("embedx")
 
 EMBEDDINGS_FORMAT = "embedx-embeddings"
 PROJECTION_FORMAT = "embedx-projection"
@@ -288,8 +291,9 @@ class _Lock:
                 if os.stat(self.path).st_ino == os.fstat(fd).st_ino:
                     break
             os.close(fd)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: it holds all the same
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._fd = fd
         self.held.add(self.path.resolve())
 
@@ -476,12 +480,16 @@ class Writer:
                 record = _Record(slot + 1, self.n_rows, 0, _COMPLETE, self._run)
                 self._put_record(record, slot)
             self._disk.rename(partial_path(self.path), self.path)
+            if _running_errors_path(self.path).exists():
+                self._disk.rename(_running_errors_path(self.path), errors_path(self.path))
+            else:
+                errors_path(self.path).unlink(missing_ok=True)
         self.close()
         return self.path
 
     def discard(self) -> None:
         """Take the unfinished file away: it holds nothing worth going on with."""
-        for file in (partial_path(self.path), errors_path(self.path)):
+        for file in (partial_path(self.path), _running_errors_path(self.path)):
             file.unlink(missing_ok=True)
         self.close()
 
@@ -538,7 +546,7 @@ EXPORT_MARK = "# Written by embedx; the next export to this folder replaces all 
 def foreign_in_export(folder: Path) -> set[str]:
     """Names in a folder that are no part of an export of embedx."""
     foreign = {path.name for path in folder.iterdir()}
-    if EXPORT_CONFIG in foreign:
+    if (folder / EXPORT_CONFIG).is_file():
         text = (folder / EXPORT_CONFIG).read_text(encoding="utf-8", errors="replace")
         if text.startswith(EXPORT_MARK):
             foreign -= {EXPORT_CONFIG, *re.findall(r'_path: "([^"]*)"', text)}
@@ -562,8 +570,9 @@ def errors_path(path: Path) -> Path:
 
 
 def _append_reasons(path: Path, reasons: Sequence[Mapping[str, Any]], disk: DiskIO) -> None:
-    is_new = not errors_path(path).exists()
-    fd = os.open(errors_path(path), os.O_WRONLY | os.O_CREAT, 0o666)
+    listing = _running_errors_path(path)
+    is_new = not listing.exists()
+    fd = os.open(listing, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         disk.write_all(fd, _reason_lines(reasons), os.fstat(fd).st_size)
         disk.sync(fd)
@@ -578,17 +587,25 @@ def _reason_lines(reasons: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(reason) + "\n" for reason in reasons).encode("ascii")
 
 
+def _running_errors_path(path: Path) -> Path:
+    """The list while the file is being written: one that is to be replaced keeps its own."""
+    return errors_path(path).with_name("errors.jsonl.partial")
+
+
 def read_reasons(path: Path) -> list[dict[str, Any]]:
-    """The failed rows of an embeddings file: dicts of ``row``, ``id`` and ``reason``."""
-    listing = errors_path(path)
+    """The failed rows of the latest run: dicts of ``row``, ``id`` and ``reason``."""
+    listing = _running_errors_path(path)
     if not listing.exists():
+        listing = errors_path(path)
+    if not listing.is_file():
         return []
     reasons: dict[int, dict[str, Any]] = {}
     for line in listing.read_bytes().split(b"\n"):
         # A line torn by a crash is written again by the run that goes on.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             reason = json.loads(line)
-            reasons[int(reason["row"])] = {"id": "", "reason": "", **reason}
+            row, name, why = int(reason["row"]), str(reason["id"]), str(reason["reason"])
+            reasons[row] = {"row": row, "id": name, "reason": why}
     return [reasons[row] for row in sorted(reasons)]
 
 
@@ -670,8 +687,7 @@ def create(
             raise StoreError(f"{path} exists already; pass overwrite=true to replace it")
         if partial_path(path).exists() and not replace:
             raise InUseError(f"another process began {path} meanwhile; run again to go on with it")
-        for stale in path.parent.glob(f".{path.name}.*.tmp"):
-            stale.unlink()  # of a process that was killed: the lock is ours
+        _sweep(path)
         run = _run_bytes(str(attrs["id"]))
         first = _Record(1, 0, 0, _RUNNING, run)
         _allocate(tmp, need, disk)  # a full disk shows here: HDF5 itself would crash on it
@@ -692,7 +708,7 @@ def create(
             disk.sync(fd)
         finally:
             os.close(fd)
-        errors_path(path).unlink(missing_ok=True)
+        _running_errors_path(path).unlink(missing_ok=True)
         disk.rename(tmp, partial_path(path))
         return Writer(
             path,
@@ -711,6 +727,12 @@ def create(
         if isinstance(error, OSError):
             raise _disk_error(error, path, need) from error
         raise
+
+
+def _sweep(path: Path) -> None:
+    """Remove temporary files of a process that was killed: the lock is ours."""
+    for name in (path.name, errors_path(path).name, "errors.jsonl.partial", "config.yaml"):
+        _remove_quietly(*path.parent.glob(f".{name}.*.tmp"))
 
 
 def _remove_quietly(*paths: Path) -> None:
@@ -811,12 +833,14 @@ def resume(
                     "start anew with overwrite=true"
                 )
             status = np.array(skeleton.map("status")[: newest.rows_done])
-        if errors_path(path).exists():
+        _sweep(path)
+        listing = _running_errors_path(path)
+        if listing.exists():
             kept = [r for r in read_reasons(path) if r["row"] < newest.rows_done]
             if kept:
-                replace_file(errors_path(path), _reason_lines(kept), disk=disk)
+                replace_file(listing, _reason_lines(kept), disk=disk)
             else:
-                errors_path(path).unlink()
+                listing.unlink()
         return Writer(
             path,
             fields=fields,
@@ -1341,8 +1365,13 @@ def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) 
             )
         paths += matches
     opened = [open_projection(path) for path in dict.fromkeys(paths)]
+    if chosen is None:
+        for projection in opened:
+            if projection.attrs["parent"] != embeddings.attrs["id"]:
+                log.warning("%s was made of other embeddings: passed over", projection.path)
+        opened = [p for p in opened if p.attrs["parent"] == embeddings.attrs["id"]]
     for projection in opened:
-        if projection.attrs.get("parent") != embeddings.attrs["id"]:
+        if projection.attrs["parent"] != embeddings.attrs["id"]:
             raise StoreError(
                 f"{projection.path} belongs to other embeddings than {embeddings.path}; project "
                 "them anew with overwrite=true"

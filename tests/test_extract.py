@@ -284,7 +284,43 @@ class Shifty(nn.Module):
         self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.act(self.a(x)) + self.hidden)
+        return self.b(self.act(self.a(x)) + self.hidden) * self.factor
+
+    factor: float = 1.0
+
+
+def _with(model: nn.Module, **attributes: object) -> nn.Module:
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+def make_shifty(k: float) -> nn.Module:
+    return Shifty()
+
+
+def test_the_arguments_and_the_source_of_a_factorys_model_are_part_of_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib
+    import sys
+
+    one, two = models.own(make_shifty, k=1.0), models.own(make_shifty, k=2.0)
+    assert one.code != two.code
+    assert one.code == models.own(make_shifty, k=1.0).code
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = (
+        "from torch import nn\n"
+        "def helper(x): return x * 2\n"
+        "class Base(nn.Module):\n"
+        "    def forward(self, x): return helper(x)\n"
+        "class Net(Base): pass\n"
+    )
+    (tmp_path / "torchnet.py").write_text(text)
+    before = models.code_sha256(importlib.import_module("torchnet").Net())
+    assert before == models.code_sha256(sys.modules["torchnet"].Net())
+    (tmp_path / "torchnet.py").write_text(text.replace("x * 2", "x * 3"))
+    assert before != models.code_sha256(sys.modules["torchnet"].Net())
 
 
 def test_whatever_decides_the_rows_is_noticed(tmp_path: Path) -> None:
@@ -293,8 +329,15 @@ def test_whatever_decides_the_rows_is_noticed(tmp_path: Path) -> None:
     embedx.extract(Shifty(), x, out=tmp_path, **usual)
     other = np.where(np.arange(24).reshape(6, 4) == 13, x + 1, x)
     for model, data_, options, message in [
-        (Shifty(nn.Tanh), x, {}, "the code or the structure of the model has changed"),
+        (Shifty(nn.Tanh), x, {}, "the code, the structure or an attribute of the model"),
         (Shifty(hidden=1.0), x, {}, "weights_sha256 is"),
+        (
+            _with(Shifty(), factor=2.0),
+            x,
+            {},
+            "the code, the structure or an attribute of the model",
+        ),
+        (_with(Shifty(), z=torch.ones(2)), x, {}, "the code, the structure or"),
         (Shifty(), other, {}, "the data has changed since"),
         (Shifty(), x, {"labels": list("aaabcc")}, "the ids or labels are others"),
         (Shifty(), x, {"ids": list("uvwxya")}, "the ids or labels are others"),
@@ -336,6 +379,27 @@ def test_overwriting_keeps_the_old_run_until_the_new_one_is_whole_and_what_is_no
     }
 
 
+def test_an_overwriting_run_that_fails_leaves_the_lists_of_the_old_run(
+    photos: Path, resnet: Model, tmp_path: Path
+) -> None:
+    sorted(photos.rglob("*.jpg"))[3].write_bytes(b"nothing")
+    out = tmp_path / "run"
+    embedx.extract(resnet, photos, out=out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert set(before) == {"embeddings.h5", "errors.jsonl", "config.yaml"}
+    other = {"layers": "layer1", "batch_size": 2, "on_error": "raise", "overwrite": True}
+    with pytest.raises(DataError, match="row 3"):
+        embedx.extract(resnet, photos, out=out, **other)
+    for name, data_ in before.items():
+        assert (out / name).read_bytes() == data_
+    embedx.extract(resnet, photos, out=out, **{**other, "on_error": "skip"})
+    assert {path.name for path in out.iterdir()} == set(before)
+    assert b"layer1" in (out / "config.yaml").read_bytes()
+    (out / "embeddings.h5").write_bytes(b"damaged")
+    embedx.extract(resnet, photos, out=out, overwrite=True)
+    assert store.open(out).verify() == []
+
+
 def test_overwriting_does_not_take_a_running_writers_file(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
     whole = embedx.extract(Shifty(), x, out=tmp_path / "a")
@@ -365,18 +429,18 @@ def test_a_model_that_draws_random_numbers_draws_the_same_for_a_batch_when_resum
         def __init__(self) -> None:
             super().__init__()
             self.a = nn.Linear(4, 2)
-            self.fail_at = -1
+            self.fail_at = [-1]
 
         def forward(self, x: Tensor) -> Tensor:
-            self.fail_at -= 1
-            if self.fail_at == 0:
+            self.fail_at[0] -= 1
+            if self.fail_at[0] == 0:
                 raise RuntimeError("stopped")
             return self.a(x + torch.rand_like(x))
 
     x = np.zeros((12, 4), "f4")
     model = Noisy()
     whole = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "a")
-    model.fail_at = 3
+    model.fail_at[0] = 3
     commit_s, store.COMMIT_S = store.COMMIT_S, 0.0
     try:
         with pytest.raises(ModelError, match="RuntimeError: stopped"):

@@ -217,6 +217,17 @@ def test_fused_attention_is_taken_apart_while_capturing_and_restored() -> None:
     assert torch.backends.mha.get_fastpath_enabled() == before is True
 
 
+def test_the_fast_path_is_off_until_the_last_of_two_captures_ends() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    first, second = embedx.capture(layer, "linear1"), embedx.capture(layer, "linear1")
+    first.remove()
+    with torch.inference_mode():
+        layer(torch.randn(1, 3, 8))
+    assert second["linear1"].shape == (1, 3, 16)
+    second.remove()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_attention_projection_that_never_fires_is_an_error_with_a_hint() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     x = torch.randn(1, 3, 8)

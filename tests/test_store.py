@@ -560,6 +560,7 @@ def test_rows_are_durable_before_the_record_that_claims_them(tmp_path: Path) -> 
         *("sync", "record", "sync"),
         *("record", "sync", "record", "sync"),  # those of a file written in one go
         *("rename embeddings.h5", "sync folder"),
+        *("rename errors.jsonl", "sync folder"),
     ]
 
 
@@ -611,7 +612,7 @@ def test_reasons_are_read_whatever_the_ids_hold_and_torn_lines_are_passed_over(
     writer.append(rows, status=np.full(3, Status.FAILED), reasons=reasons)
     writer.commit()
     writer.close()
-    with store.errors_path(path).open("ab") as file:
+    with store._running_errors_path(path).open("ab") as file:
         file.write(b'[]\n{"a": 1}\n{"row": 9, "id": "\xc3')
     assert [reason["id"] for reason in store.read_reasons(path)] == ids
     again = store.resume(path)

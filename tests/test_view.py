@@ -458,6 +458,8 @@ def test_missing_or_stale_projection_is_refused_in_one_line(tmp_path: Path) -> N
         present.path, coords=xy, ids=present.ids, attrs={**present.attrs, "parent": "other"}
     )
     with pytest.raises(StoreError, match="belongs to other embeddings"):
+        view(path, projections=["umap"])
+    with pytest.raises(DataError, match="has no projection yet"):  # not asked for: passed over
         view(path)
     present.path.unlink()
     with pytest.raises(DataError) as caught:
