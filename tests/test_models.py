@@ -99,6 +99,38 @@ def test_named_layer_equals_what_enters_the_head(name: str, layer: str, n_featur
         torch.testing.assert_close(named, got[head], rtol=0, atol=0)
 
 
+def test_the_penultimate_layer_of_every_torchvision_network_is_what_enters_its_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torchvision import models as networks
+
+    from embedx.hooks import find_penultimate
+
+    for function in ("kaiming_normal_", "kaiming_uniform_", "normal_", "uniform_"):
+        monkeypatch.setattr(nn.init, function, lambda tensor, *_, **__: tensor)
+    names = networks.list_models(module=networks)
+    assert len(names) >= 80
+    for name in names:
+        options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        # Shapes alone: nothing is computed. RegNets compute their widths, but need no numbers.
+        with torch.device("cpu" if name.startswith("regnet") else "meta"):
+            module = networks.get_model(name, weights=None, **options).eval().to("meta")
+        with torch.device("meta"):
+            side = networks.get_model_weights(name).DEFAULT.transforms().crop_size[0]
+            if name.startswith("vit_"):
+                side = module.image_size
+            x = torch.empty(1, 3, side, side)
+        point = find_penultimate(module)
+        head = module.get_submodule(point.layer)
+        width = head.in_features if isinstance(head, nn.Linear) else head.in_channels
+        classes = head.out_features if isinstance(head, nn.Linear) else head.out_channels
+        assert classes == 1000, name
+        with torch.no_grad(), embedx.capture(module, point.name) as got:
+            module(x)
+            assert got[point.name].shape[:2] == (1, width), name
+            assert pooling.choose(got[point.name]) in ("none", "gap"), name
+
+
 def test_preprocessing_equals_that_of_torchvision() -> None:
     from torchvision.models import ResNet18_Weights
 
