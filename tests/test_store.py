@@ -722,3 +722,19 @@ def test_random_damage_never_shows_a_traceback(tmp_path: Path) -> None:
         except StoreError:
             refused += 1
     assert refused > 20
+
+
+def test_without_the_calls_that_linux_alone_has_the_bytes_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = sha256(finished(tmp_path / "linux" / "embeddings.h5"))
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.delattr(os, "fdatasync")
+    path = tmp_path / "elsewhere" / "embeddings.h5"
+    writer = create(path)
+    rows_bytes = sum(field.row_bytes for field in fields()) * N_ROWS
+    assert store.partial_path(path).stat().st_blocks * 512 >= rows_bytes  # no holes
+    append(writer, 0, 7)
+    writer.commit()
+    append(writer, 7, N_ROWS)
+    assert sha256(writer.finish()) == wanted
