@@ -124,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C; what was finished before is kept", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe, such as head, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _print_no_more()
         return 0
 
 
@@ -144,6 +144,11 @@ def _quiet() -> None:
         log.propagate = False
 
 
+def _print_no_more() -> None:
+    """The reader of a pipe, such as head, has read enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class _Lines(logging.Handler):
     """Log lines that leave a progress bar whole."""
 
@@ -154,8 +159,8 @@ class _Lines(logging.Handler):
         else:
             try:
                 print(line, flush=True)
-            except BrokenPipeError:  # head has read enough; the work goes on
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            except BrokenPipeError:  # the work goes on
+                _print_no_more()
 
 
 def _legible(line: str) -> str:
@@ -584,10 +589,9 @@ def _choice(group: str) -> str:
     return str(HydraConfig.get().runtime.choices[group])
 
 
-def _stage_extract(values: dict[str, Any]) -> Path:
+def _stage_extract(values: dict[str, Any]) -> None:
     path = _extract(values)
     _next(f"project projection=umap {_word('embeddings', path)}")
-    return path
 
 
 def _extract(values: dict[str, Any]) -> Path:
@@ -596,7 +600,7 @@ def _extract(values: dict[str, Any]) -> Path:
     settings = dict(values)
     model, data = settings.pop("model"), settings.pop("data")
     out, name = settings.pop("out"), settings.pop("name")
-    check_arguments(extract, settings, positional=2)
+    check_arguments(extract, settings, positional=2)  # before the model is built
     for key, value in (("name", name), ("out", out)):
         check_argument(key, value, str | None)
         if value is not None and not value.strip():
@@ -653,7 +657,6 @@ def _project(values: dict[str, Any]) -> "Projection":
 
     settings = dict(values)
     node = settings.pop("projection")
-    check_arguments(project, settings)
     method = _node(node, "projection", bind=False)
     parameters = {key: value for key, value in node.items() if key != "_target_"}
     return project(settings.pop("embeddings"), method=method, **settings, **parameters)
@@ -667,7 +670,6 @@ def _stage_evaluate(values: dict[str, Any]) -> None:
 def _evaluate(values: dict[str, Any]) -> None:
     from embedx.evaluate import evaluate
 
-    check_arguments(evaluate, values)
     evaluate(values.pop("embeddings"), **values)
 
 
@@ -676,7 +678,6 @@ def _stage_export(values: dict[str, Any]) -> None:
 
     named = [_word(key, values[key]) for key in ("embeddings", "out") if values[key]]
     node = values.pop("exporter")
-    check_arguments(export, values)
     exporter = _node(node, "exporter", bind=False)
     options = {key: value for key, value in node.items() if key != "_target_"}
     export(values.pop("embeddings"), exporter=exporter, **values, **options)
@@ -692,7 +693,6 @@ def _stage_view(values: dict[str, Any]) -> None:
 def _view(values: dict[str, Any]) -> None:
     from embedx.view import view
 
-    check_arguments(view, values)
     view(values.pop("embeddings"), **values)
 
 

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import PIL
 import torch
 import torch.utils.data
@@ -41,11 +40,10 @@ from embedx.errors import (
 )
 from embedx.models import Model, Preprocess
 from embedx.progress import Progress
-from embedx.store import Embeddings, Field, Status
+from embedx.store import Array, Embeddings, Field, Status
 
 log = logging.getLogger("embedx")
 
-Array = npt.NDArray[Any]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 # What decides the rows: part of the name of a run and of the config stored in its file.
@@ -499,6 +497,10 @@ def _start_worker(_: int) -> None:
 class _Stop:
     number: int = 0
 
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[_Stop]:
@@ -574,8 +576,7 @@ def _run(
             else:
                 if writer is None:
                     assert results is not None
-                    fields = _fields(plan, results, has_thumbnails=batch.thumbnails is not None)
-                    writer = _create(plan, path, fields, attrs, replace=overwrite)
+                    writer = _create(plan, path, results, attrs, replace=overwrite)
                     for earlier in waiting:
                         _append(writer, earlier, None, plan.source)
                 _append(writer, batch, results, plan.source)
@@ -585,7 +586,7 @@ def _run(
                     writer.commit()
                 kept = writer.rows_done if writer is not None else 0
                 raise Interrupted(
-                    f"stopped by {signal.Signals(stop.number).name}: {kept:,} of {n_rows:,} rows "
+                    f"stopped by {stop.name}: {kept:,} of {n_rows:,} rows "
                     "are kept; run the same command again to go on",
                     signal_number=stop.number,
                 )
@@ -609,7 +610,7 @@ def _run(
         writer.finish()
         if stop.number:  # too late for this file, in time for what would follow
             raise Interrupted(
-                f"stopped by {signal.Signals(stop.number).name} when {path} was complete",
+                f"stopped by {stop.name} when {path} was complete",
                 signal_number=stop.number,
             )
     _report(writer, path, seconds=time.monotonic() - started, rate=progress.rate)
@@ -781,18 +782,15 @@ def _matmul_precision(precision: Precision) -> Iterator[None]:
             place.fp32_precision = value
 
 
-def _fields(plan: _Plan, results: _Results, *, has_thumbnails: bool) -> list[Field]:
-    return [
+def _create(
+    plan: _Plan, path: Path, results: _Results, attrs: Mapping[str, Any], *, replace: bool
+) -> store.Writer:
+    """The file for results of the shapes and types that the first forward pass gave."""
+    source = plan.source
+    fields = [
         Field(name, array.shape[1:], array.dtype, results.attrs.get(name, {}))
         for name, array in results.arrays.items()
-        if name != "thumbnails" or has_thumbnails
     ]
-
-
-def _create(
-    plan: _Plan, path: Path, fields: Sequence[Field], attrs: Mapping[str, Any], *, replace: bool
-) -> store.Writer:
-    source = plan.source
     return store.create(
         path,
         ids=source.ids,

@@ -18,17 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from embedx import store
 from embedx.checks import checked
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.neighbors import Metric, nearest_neighbors, trustworthiness
-from embedx.store import Projection
+from embedx.store import Array, Projection
 
 log = logging.getLogger("embedx")
-
-Array = npt.NDArray[Any]
 
 TRUSTWORTHINESS_K = 15
 
