@@ -133,6 +133,8 @@ def _suggestion(hint: Any, value: Any) -> str:
     literals = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
     if literals and isinstance(value, str):
         return f"; the nearest is {nearest(value, literals, n=1)[0]}"
+    if isinstance(value, str) and "a list of texts" in _in_words(hint):
+        return f"; write a list: [{value}]"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and "a text" in _in_words(hint):
         return f"; a number that is a text is quoted: '\"{value}\"'"

@@ -5,7 +5,6 @@ cannot take, and leaves the rest (composition, help, sweeps) to Hydra. The compo
 checked against the signatures of the functions it calls. Only this module imports hydra.
 """
 
-import ast
 import hashlib
 import importlib
 import inspect
@@ -18,12 +17,13 @@ import shlex
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from embedx import __version__
 from embedx.checks import check_argument, check_arguments, unknown_key
+from embedx.configs import ROW_SETTINGS, Configs, conf_dir, override, public_config, quoted
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -64,20 +64,15 @@ Three commands to begin with:
 python -m embedx STAGE --help shows the keys of a stage; -m sweeps: model=resnet18,resnet50 -m
 """
 _OVERRIDE = re.compile(r"(?P<plus>\+{0,2}|~)(?P<key>[A-Za-z_][\w./@]*)(=(?P<value>.*))?", re.S)
-_FLAGS_WITH_VALUE = frozenset(
-    [
-        "--cfg",
-        "-c",
-        "--package",
-        "-p",
-        "--config-path",
-        "-cp",
-        "--config-name",
-        "-cn",
-        "--config-dir",
-        "-cd",
-    ]
-)
+# Hydra's flags, and whether a value follows; of an unknown one it would print its whole usage.
+FLAGS = {
+    **dict.fromkeys(["--help", "-h", "--hydra-help", "--version", "--resolve"], False),
+    **dict.fromkeys(["--run", "-r", "--multirun", "-m", "--info", "-i"], False),
+    **dict.fromkeys(["--cfg", "-c", "--package", "-p", "--config-path", "-cp"], True),
+    **dict.fromkeys(["--config-name", "-cn", "--config-dir", "-cd"], True),
+    **dict.fromkeys(["--shell-completion", "-sc"], False),
+    "--experimental-rerun": True,
+}
 _WORKS_ON = {  # stage -> the key that names its run; the newest where it is not given
     "project": "embeddings",
     "evaluate": "embeddings",
@@ -106,14 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"embedx {__version__}")
         return 0
+    if words[0] in ("-sc", "--shell-completion"):
+        return _complete_shell(words[1:])
     stage = words[0]
-    if stage not in STAGES:
-        kind = "flag" if stage.startswith("-") else "stage"
-        print(
-            f"ConfigError: there is no {kind} {stage!r}; the stages are {', '.join(STAGES)}, "
-            f"the nearest is {nearest(stage, STAGES, n=1)[0]}",
-            file=sys.stderr,
-        )
+    if unknown := _unknown(words):
+        print(f"ConfigError: {unknown}", file=sys.stderr)
         return 2
     _quiet()
     try:
@@ -127,6 +119,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _print_no_more()
         return 0
+
+
+def _unknown(words: Sequence[str]) -> str:
+    """What is wrong with the stage or a flag; nothing if both are known."""
+    stage, *rest = words
+    if stage in FLAGS:
+        return f"{stage} comes after the stage: python -m embedx {' '.join([*rest, stage])}"
+    if stage.startswith("-"):
+        return f"there is no flag {stage!r}; a stage comes first, one of {', '.join(STAGES)}"
+    if stage not in STAGES:
+        return (
+            f"there is no stage {stage!r}; the stages are {', '.join(STAGES)}, the nearest is "
+            + nearest(stage, STAGES, n=1)[0]
+        )
+    for word in _split(rest)[1]:
+        flag = word.partition("=")[0]
+        if flag.startswith("-") and flag not in FLAGS:
+            return (
+                f"there is no flag {flag!r}; the nearest is {nearest(flag, FLAGS, n=1)[0]}, and "
+                f"the keys of {stage} are shown by: python -m embedx {stage} --help"
+            )
+    return ""
 
 
 def _quiet() -> None:
@@ -147,6 +161,48 @@ def _quiet() -> None:
 def _print_no_more() -> None:
     """The reader of a pipe, such as head, has read enough."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complete_shell(words: Sequence[str]) -> int:
+    """Hydra's completion, which knows no stages: it sees the line without its stage.
+
+    ``install=bash`` prints what a shell evaluates; ``query=bash`` is what it then asks at a Tab.
+    """
+    stage = "extract"
+    flags: list[str] = []
+    if words and words[0].startswith("query="):
+        line = os.environ.get("COMP_LINE", "")
+        match = re.match(r"\s*\S+\s+(\S+)(\s.*)$", line, re.S)
+        if match is None:  # the stage itself is being typed
+            begun = "".join(line.split()[1:])
+            print(" ".join(name for name in STAGES if name.startswith(begun)))
+            return 0
+        stage, rest = match.groups()
+        if stage not in STAGES:
+            return 0
+        overrides, flags = _split(rest.split())
+        added = _flag_value(flags, "--config-dir", "-cd")
+        flags = ["--config-dir", added] if added and Path(added).is_dir() else []
+        given = {word.lstrip("+").partition("=")[0] for word in overrides}
+        configs = Configs()
+        # Hydra completes no key while a group that must be chosen is not.
+        for group, option in configs.defaults(stage).items():
+            if option == "???" and group not in given:
+                rest = f" {group}={configs.options(group)[0]}{rest}"
+        os.environ["COMP_LINE"] = f"embedx{rest}"
+    try:
+        _run_hydra(stage, ["-sc", *words, *flags], lambda _: None)
+    except Exception:  # a traceback at the prompt helps nobody who pressed Tab
+        return 1
+    return 0
+
+
+def _run_hydra(stage: str, words: Sequence[str], job: Callable[[Any], None]) -> None:
+    import hydra
+
+    base = {"version_base": None} if hydra.__version__.startswith("1.3.") else {}
+    sys.argv = ["embedx", *words]
+    hydra.main(config_path=str(conf_dir()), config_name=stage, **base)(job)()
 
 
 class _Lines(logging.Handler):
@@ -179,37 +235,6 @@ def _print_error(error: BaseException) -> None:
 # --------------------------------------------------------------------------- before Hydra
 
 
-def conf_dir() -> Path:
-    """The folder of config files: the checkout's, else the one packed into the wheel."""
-    package = Path(__file__).resolve().parent
-    if (package.parent / "pyproject.toml").is_file():  # an editable install packs a stale copy
-        return package.parent / "conf"
-    return package / "conf"
-
-
-def _document(name: str) -> dict[str, Any]:
-    import yaml
-
-    document = yaml.safe_load((conf_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
-    return typing.cast(dict[str, Any], document)
-
-
-def _keys(stage: str) -> set[str]:
-    """The keys of a stage itself, without those of its groups."""
-    own = _document(stage)
-    extraction = _document("_extraction") if "_extraction" in own["defaults"] else {}
-    return {*own, *extraction} - {"defaults"}
-
-
-def _defaults(stage: str) -> dict[str, Any]:
-    """``{group: option}`` of a stage's defaults list."""
-    groups: dict[str, Any] = {}
-    for entry in _document(stage)["defaults"]:
-        if isinstance(entry, dict):
-            groups.update({k: v for k, v in entry.items() if not k.startswith("override")})
-    return groups
-
-
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides and flags; Hydra takes them in that order only."""
     overrides: list[str] = []
@@ -219,49 +244,49 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         about = flags[-1:] in (["--info"], ["-i"]) and not re.search("[=~]", word)
         if takes_value or about or word.startswith("-"):
             flags.append(word)
-            takes_value = word in _FLAGS_WITH_VALUE and not takes_value
+            takes_value = FLAGS.get(word, False) and not takes_value
         else:
             overrides.append(word)
     return overrides, flags
 
 
-def _quote(value: str) -> str:
-    """A value in the quotes that Hydra's grammar takes."""
-    escaped = re.sub(r"\\+(?=\"|$)", lambda match: match[0] * 2, value).replace('"', '\\"')
-    return f'"{escaped}"'
-
-
-def _word(key: str, value: Any) -> str:
-    """``key=value`` as a user would type it: quoted for Hydra and for the shell, where need be."""
-    text = str(value)
-    # Without a slash it could be a number, or null, to Hydra.
-    is_plain = "/" in text and re.fullmatch(r"[\w./:@+-]+", text, re.ASCII)
-    return shlex.quote(f"{key}={text if is_plain else _quote(text)}")
+def _flag_value(flags: Sequence[str], *names: str) -> str | None:
+    """The value of a flag, given as ``--flag value`` or ``--flag=value``."""
+    for i, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            return value if equals else "".join(flags[i + 1 : i + 2])
+    return None
 
 
 def _quote_layers(value: str) -> str:
     """Names such as 1.10 are numbers to Hydra: quote what is not quoted."""
 
-    def quoted(text: str) -> str:
+    def as_text(text: str) -> str:
         text = text.strip()
-        return text if not text or text[0] in "'\"" else _quote(text)
+        return text if not text or text[0] in "'\"" else quoted(text)
 
     if value.startswith("[") and value.endswith("]"):  # one list, or a sweep over several
         return re.sub(
             r"\[([^\[\]]*)\]",
-            lambda match: "[" + ",".join(map(quoted, match[1].split(","))) + "]",
+            lambda match: "[" + ",".join(map(as_text, match[1].split(","))) + "]",
             value,
         )
     if re.fullmatch(r"[\d.,]+", value):
-        return ",".join(quoted(part) for part in value.split(","))
+        return ",".join(as_text(part) for part in value.split(","))
     return value
 
 
 def _prepare(
-    stage: str, overrides: Sequence[str], *, shows_only: bool = False, sweeps: bool = False
+    stage: str,
+    overrides: Sequence[str],
+    configs: Configs,
+    *,
+    shows_only: bool = False,
+    sweeps: bool = False,
 ) -> list[str]:
     """The overrides as Hydra takes them."""
-    groups = _defaults(stage)
+    groups = configs.defaults(stage)
     # Before a sweep Hydra composes once without the swept groups, and would miss their keys.
     swept = {g for g in groups for word in overrides if re.match(rf"\+*{g}=.*,", word)}
     swept = swept if sweeps else set()
@@ -278,7 +303,8 @@ def _prepare(
         if match["plus"] == "~" and "." not in key:
             raise ConfigError(f"{word} takes away what {stage} needs; set it instead: {key}=...")
         if key in groups and value in ("null", "") and key != "experiment":
-            raise ConfigError(f"{key} must be one of {', '.join(_options(key))}, not {value!r}")
+            options = ", ".join(configs.options(key))
+            raise ConfigError(f"{key} must be one of {options}, not {value!r}")
         if key == "layers" and value is not None:
             prepared.append(f"{match['plus']}{key}={_quote_layers(value)}")
         elif key in groups and value is not None:
@@ -296,7 +322,7 @@ def _prepare(
     elif (key := _WORKS_ON.get(stage)) is not None and key not in given:
         newest = _newest_embeddings()
         log.info("%s: the newest, %s", key, newest)
-        prepared.append(f"{key}={_quote(str(newest))}")
+        prepared.append(f"{key}={quoted(str(newest))}")
     return prepared
 
 
@@ -312,62 +338,25 @@ def _newest_embeddings() -> Path:
     return max(found, key=lambda path: (path.stat().st_mtime_ns, str(path)))
 
 
-def _print_help(stage: str) -> None:
-    """What a stage does, its keys out of its function's docstring, its choices.
-
-    The docstring is read, not imported: help comes at once, and without torch.
-    """
+def _print_help(stage: str, configs: Configs) -> None:
+    """What a stage does, its keys out of docstrings, its choices."""
     print(f"{STAGES[stage]}\n\nusage: python -m embedx {stage} [KEY=VALUE ...] [FLAGS]\n\nkeys")
-    groups = _defaults(stage)
-    own = _document(stage)
-    where = [(Path(__file__).stem if stage in _HERE else stage, stage, set(own))]
-    if "_extraction" in own["defaults"]:
-        print(f"  name: {_NAME_KEY}")
-        where = [
-            *where[: stage != "extract"],
-            ("extract", "extract", set(_document("_extraction"))),
-        ]
-    for module, function, keys in where:
-        for key, about in _explained(module, function).items():
-            if key in keys:
-                print(f"  {key}: {about}")
+    for key, about in configs.explained(stage).items():
+        print(f"  {key}: {about}")
+    groups = configs.defaults(stage)
     for group in groups:
         shown: set[str] = set()
-        for option in _options(group):
-            node = _document(f"{group}/{option}")
-            target = "embedx.models.own" if option == "own" else str(node.get("_target_"))
-            if target.startswith("embedx."):
-                for key, about in _explained(*target.split(".")[1:]).items():
-                    if key in node and key not in shown:
-                        shown.add(key)
-                        print(f"  {group}.{key}: {about}")
+        for option in configs.options(group):
+            for key, about in configs.explained_option(group, option).items():
+                if key not in shown:
+                    shown.add(key)
+                    print(f"  {group}.{key}: {about}")
     if groups:
         print("\nchoices")
         for group, option in groups.items():
             chosen = "" if option in (None, "???") else f" (default {option})"
-            print(f"  {group}={'|'.join(_options(group))}{chosen}")
+            print(f"  {group}={'|'.join(configs.options(group))}{chosen}")
     print("\nall values, as KEY=VALUE (nested ones as model.input_size=96)\n")
-
-
-def _explained(module: str, function: str) -> dict[str, str]:
-    """The arguments of a function of ours with what its docstring says of them."""
-    path = Path(__file__).with_name(f"{module}.py")
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    found = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)
-    text = inspect.cleandoc(ast.get_docstring(found) or "")
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M)
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M)
-    return {
-        key: " ".join(about.replace("``", "").replace("None", "null").split())
-        for key, about in entries
-    }
-
-
-_HERE = frozenset(["layers", "info", "run"])
-_NAME_KEY = (
-    "the run is kept in outputs/NAME; <model>-<data> where not given, plus a hash of the "
-    "settings that are not the default"
-)
 
 
 # --------------------------------------------------------------------------- Hydra
@@ -391,16 +380,21 @@ class _StopAll(BaseException):
 def _dispatch(stage: str, words: Sequence[str]) -> int:
     overrides, flags = _split(words)
     shows_only = any(flag.split("=")[0] in _LOADS_NO_JOB for flag in flags)
+    if other := {"--config-path", "-cp", "--config-name", "-cn"} & {f.split("=")[0] for f in flags}:
+        raise ConfigError(
+            f"{other.pop()} would take embedx's own config files away; put yours into a folder "
+            "beside them: --config-dir FOLDER"
+        )
+    configs = Configs(_flag_value(flags, "--config-dir", "-cd"))
     if {"--help", "-h"} & set(flags):
-        _print_help(stage)
+        _print_help(stage, configs)
     try:
-        import hydra
+        from hydra.errors import HydraException
     except ImportError:
         raise DependencyError(
             "what embedx needs is not installed in this Python; use scripts/embedx, or activate "
             "the environment that has it: source .venv/bin/activate"
         ) from None
-    from hydra.errors import HydraException
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
@@ -427,19 +421,16 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
                 _print_error(reason)
 
     full_error = os.environ.get("HYDRA_FULL_ERROR")
-    base = {"version_base": None} if hydra.__version__.startswith("1.3.") else {}
     sweeps = bool({"-m", "--multirun"} & set(flags))
-    prepared = _prepare(stage, overrides, shows_only=shows_only, sweeps=sweeps)
-    sys.argv = ["embedx", *prepared, *flags]
+    prepared = _prepare(stage, overrides, configs, shows_only=shows_only, sweeps=sweeps)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we print them in one line
     try:
-        decorate = hydra.main(config_path=str(conf_dir()), config_name=stage, **base)
-        decorate(job)()
+        _run_hydra(stage, [*prepared, *flags], job)
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         # Before the first job a ValueError is Hydra's word on an override or a flag.
         if full_error or (started and isinstance(error, (ValueError, OSError))):
             raise
-        raise _one_line(error, stage, prepared) from None
+        raise _one_line(error, stage, prepared, configs) from None
     except _StopAll as stop:
         raise stop.reason from None
     finally:
@@ -475,7 +466,9 @@ def _sweep_label() -> str:
     return f"job {config.job.num}: {' '.join(words)}"
 
 
-def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigError:
+def _one_line(
+    error: Exception, stage: str, overrides: Sequence[str], configs: Configs
+) -> ConfigError:
     """Hydra's and OmegaConf's errors in our form."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue
@@ -484,42 +477,45 @@ def _one_line(error: Exception, stage: str, overrides: Sequence[str]) -> ConfigE
     if isinstance(error, OverrideParseException):
         key, _, value = str(error.override).partition("=")
         return ConfigError(
-            f"the override {error.override} cannot be read; quote its value: " + _word(key, value)
+            f"the override {error.override} cannot be read; quote its value: "
+            + override(key, value)
         )
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
         key, value = match.groups()
         return ConfigError(
             f"{key}={value} could be a sweep, a list or a text; write -m for a sweep, "
-            f"'{key}=[{value}]' for a list, or {_word(key, value)} for a text"
+            f"'{key}=[{value}]' for a list, or {override(key, value)} for a text"
         )
     if match := re.search(r"You must specify '([\w/]+)'", text):
         group = match[1]
         return ConfigError(
-            f"{stage} needs a {group}: pass {group}=NAME, one of {', '.join(_options(group))}"
+            f"{stage} needs a {group}: pass {group}=NAME, one of "
+            + ", ".join(configs.options(group))
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        options = [str(option) for option in (error.options or _options(group))]
+        options = [str(option) for option in (error.options or configs.options(group))]
         return ConfigError(
             f"there is no {group or 'config'} {name!r}; the nearest are "
             f"{', '.join(nearest(name, options))}, and all are {', '.join(options)}"
             + (
-                "; model=torchvision model.name=NAME takes any of torchvision's"
+                "; model=torchvision or model=timm with model.name=NAME takes any of theirs"
                 * (group == "model")
             )
         )
     if match := re.search(r"Could not override '([^']+)'", text):
-        return _no_key(match[1], stage, overrides)
+        return _no_key(match[1], stage, overrides, configs)
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{stage} needs {error.full_key}: pass {error.full_key}=VALUE")
     return ConfigError("; ".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
-def _no_key(key: str, stage: str, overrides: Sequence[str]) -> ConfigError:
-    error = unknown_key(key, _known_keys(stage, overrides))
+def _no_key(key: str, stage: str, overrides: Sequence[str], configs: Configs) -> ConfigError:
+    error = unknown_key(key, _known_keys(stage, overrides, configs))
     group, _, name = key.partition(".")
-    if group in _defaults(stage) and name:
-        having = [option for option in _options(group) if name in _document(f"{group}/{option}")]
+    if group in configs.defaults(stage) and name:
+        options = configs.options(group)
+        having = [option for option in options if name in configs.document(f"{group}/{option}")]
         if having:
             return ConfigError(f"{error}; {key} belongs to {group}={'|'.join(having)}")
         if group == "model":
@@ -527,30 +523,18 @@ def _no_key(key: str, stage: str, overrides: Sequence[str]) -> ConfigError:
     return error
 
 
-def _options(group: str) -> list[str]:
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-
-
-def _known_keys(stage: str, overrides: Sequence[str]) -> list[str]:
-    """Every key of a stage, with the groups that were chosen."""
-    import hydra
-    from omegaconf import DictConfig, OmegaConf
-
-    groups = _defaults(stage)
-    chosen = [word.split(",")[0] for word in overrides if word.split("=")[0] in groups]
-    given = {word.split("=")[0] for word in chosen}
-    absent = [] if "experiment" in given else [g for g, o in groups.items() if o == "???"]
-    chosen += [f"~{group}" for group in absent if group not in given]
-    with hydra.initialize_config_dir(str(conf_dir()), version_base=None):
-        config = hydra.compose(stage, chosen)
-
-    def flat(node: DictConfig, prefix: str) -> Iterator[str]:
-        for key in map(str, node):
-            yield f"{prefix}{key}"
-            if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node[key]):
-                yield from flat(node[key], f"{prefix}{key}.")
-
-    return [*groups, *flat(config, "")]
+def _known_keys(stage: str, overrides: Sequence[str], configs: Configs) -> list[str]:
+    """Every key of a stage, with those of the options that were chosen."""
+    groups = configs.defaults(stage)
+    chosen = {**groups, **dict(word.partition("=")[::2] for word in overrides)}
+    nested = [
+        f"{group}.{key}"
+        for group in groups
+        for option in configs.options(group)
+        if option == str(chosen[group]).partition(",")[0] and group != "experiment"
+        for key in configs.document(f"{group}/{option}")
+    ]
+    return [*groups, *configs.keys(stage), *nested]
 
 
 # --------------------------------------------------------------------------- config -> call
@@ -563,17 +547,31 @@ def _call_stage(stage: str, config: Any) -> None:
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise _one_line(error, stage, ()) from None
+        raise _one_line(error, stage, (), _configs()) from None
     assert isinstance(values, dict)
     values = {str(key): value for key, value in values.items()}
     values.pop("experiment", None)
-    known = {*_keys(stage), *_defaults(stage)}
+    known = {*_configs().keys(stage), *_configs().defaults(stage)}
     if strange := [str(key) for key in values if key not in known]:
         raise unknown_key(strange[0], sorted(known))
     for key in ("embeddings", "out", "path"):
         if isinstance(values.get(key), str):
             values[key] = os.path.expanduser(values[key])
     globals()[f"_stage_{stage}"](values)
+
+
+def _configs() -> Configs:
+    """The config files of the job at hand, which may run in a process of its own."""
+    from hydra.core.hydra_config import HydraConfig
+
+    sources = HydraConfig.get().runtime.config_sources
+    added = [source.path for source in sources if source.provider == "command-line"]
+    return Configs(added[0] if added else None)
+
+
+def _config_dir_words() -> list[str]:
+    """``--config-dir FOLDER`` as a command has to repeat it, or nothing."""
+    return [word for f in _configs().folders[1:] for word in ("--config-dir", os.path.relpath(f))]
 
 
 def _typed() -> list[str]:
@@ -591,7 +589,7 @@ def _choice(group: str) -> str:
 
 def _stage_extract(values: dict[str, Any]) -> None:
     path = _extract(values)
-    _next(f"project projection=umap {_word('embeddings', path)}")
+    _next(f"project projection=umap {override('embeddings', path)}")
 
 
 def _extract(values: dict[str, Any]) -> Path:
@@ -610,15 +608,17 @@ def _extract(values: dict[str, Any]) -> Path:
     if name and folder.name != name:
         log.info("the name %s is written %s", name, folder.name)
     source = build_data()  # the quicker to fail comes first
-    return extract(build_model(), source, out=folder, config=values, **settings).path
+    choices = {group: _choice(group) for group in ("model", "data")}
+    for word, given in zip(*[iter(_config_dir_words())] * 2, strict=True):
+        choices[word] = given
+    config = {**values, "choices": choices}
+    return extract(build_model(), source, out=folder, config=config, **settings).path
 
 
 def _run_name(values: Mapping[str, Any]) -> str:
     """``<model>-<data>``, and a hash where any setting that decides the rows is not the default."""
     import hydra
     from omegaconf import OmegaConf
-
-    from embedx.extract import ROW_SETTINGS
 
     model, data = _choice("model"), _choice("data")
     name = f"{values['model'].get('name') or model}-{data}"
@@ -649,7 +649,7 @@ def _folder_name(name: str) -> str:
 
 def _stage_project(values: dict[str, Any]) -> None:
     _project(values)
-    _next(f"view {_word('embeddings', values['embeddings'])}")
+    _next(f"view {override('embeddings', values['embeddings'])}")
 
 
 def _project(values: dict[str, Any]) -> "Projection":
@@ -666,13 +666,13 @@ def _stage_evaluate(values: dict[str, Any]) -> None:
     from embedx.evaluate import evaluate
 
     evaluate(**values)
-    _next(f"view {_word('embeddings', values['embeddings'])}")
+    _next(f"view {override('embeddings', values['embeddings'])}")
 
 
 def _stage_export(values: dict[str, Any]) -> None:
     from embedx.export import export
 
-    named = [_word(key, values[key]) for key in ("embeddings", "out") if values[key]]
+    named = [override(key, values[key]) for key in ("embeddings", "out") if values[key]]
     node = values.pop("exporter")
     exporter = _node(node, "exporter", bind=False)
     options = {key: value for key, value in node.items() if key != "_target_"}
@@ -685,7 +685,7 @@ def _stage_view(values: dict[str, Any]) -> None:
 
     view(**values)
     if values["viewer"] == "map":
-        _next(f"export {_word('embeddings', values['embeddings'])}")
+        _next(f"export {override('embeddings', values['embeddings'])}")
 
 
 def run(
@@ -714,7 +714,7 @@ def run(
     from embedx.evaluate import evaluate
     from embedx.view import view
 
-    known = _options("projection")
+    known = _configs().options("projection")
     if not projections:
         raise ConfigError(f"projections is empty; choose from {', '.join(known)}")
     for option in projections:
@@ -728,7 +728,7 @@ def run(
     path = _extract(dict(extraction))
 
     def compose(stage: str, *overrides: str) -> dict[str, Any]:
-        word = f"embeddings={_quote(str(path))}"
+        word = f"embeddings={quoted(str(path))}"
         composed = OmegaConf.to_container(hydra.compose(stage, [*overrides, word]), resolve=True)
         assert isinstance(composed, dict)
         return {str(key): value for key, value in composed.items()}
@@ -741,7 +741,7 @@ def run(
     evaluate(path)
     view(path, color=color)
     _stage_export(compose("export"))
-    _next(f"info {_word('path', path)} verify=true")
+    _next(f"info {override('path', path)} verify=true")
     picture = "maps.png" if len(set(names)) > 1 else f"map-{names[0]}.png"
     log.info("to look at: %s", path.parent / picture)
 
@@ -802,7 +802,8 @@ def _stage_layers(values: dict[str, Any]) -> None:
     model = build()
     layers(model, **values)
     typed = [word for word in _typed() if word.lstrip("+").startswith("model")]
-    _next(shlex.join(["extract", *typed, f"layers=[{model.layer or 'penultimate'}]"]))
+    layer = model.layer or "penultimate"
+    _next(shlex.join(["extract", *_config_dir_words(), *typed, f"layers=[{layer}]"]))
 
 
 def info(*, path: str, verify: bool) -> None:
@@ -818,6 +819,9 @@ def info(*, path: str, verify: bool) -> None:
     from embedx.store import describe
 
     about = describe(path, verify=verify)
+    path = about.pop("file")
+    about = {"file": path, "again": _again(Path(path), about), **about}
+    about.pop("settings", None)  # the parameters stand there one by one
     width = max(map(len, about))
     for key, value in about.items():
         first, *rest = str(value).rstrip().split("\n")
@@ -826,20 +830,63 @@ def info(*, path: str, verify: bool) -> None:
             log.info("%-*s  %s", width, "", line)
 
 
+def _again(path: Path, attrs: Mapping[str, Any]) -> str:
+    """The command that would make a file again: with the same ``out`` it finds it done."""
+    import yaml
+
+    from embedx import store
+
+    if attrs.get("format") == store.PROJECTION_FORMAT:
+        settings = json.loads(attrs["settings"])
+        function = settings.pop("function", f"embedx.project.{settings.pop('method')}")
+        layer = settings.pop("layer")
+        configs = _configs()
+        options = configs.options("projection")
+        targets = {configs.document(f"projection/{name}").get("_target_"): name for name in options}
+        if function not in targets:
+            return f"made from Python, by embedx.project with {function}"
+        parent = path.parent.parent / store.EMBEDDINGS_NAME
+        if not parent.is_file() or store.open(parent).attrs["id"] != attrs["parent"]:
+            return f"made of embeddings that are not beside it, id {str(attrs['parent'])[:12]}"
+        words = configs.overrides(
+            "project", {"projection": settings, "layer": layer}, {"projection": targets[function]}
+        )
+        mine = map(shlex.quote, _config_dir_words())
+        return _command("project", *mine, *words, override("embeddings", parent))
+    config = yaml.safe_load(attrs["config"])
+    if "choices" not in config:
+        return "made from Python, by embedx.extract"
+    beside = path.with_name("config.yaml")  # it has paths whole, and may be of another file
+    if beside.is_file():
+        whole = yaml.safe_load(beside.read_bytes())
+        config = whole if public_config(whole) == attrs["config"] else config
+    choices = config.pop("choices")
+    added = choices.pop("--config-dir", None)
+    configs = Configs(added if added and Path(added).is_dir() else None)
+    words = configs.overrides("extract", config, choices)
+    flags = [] if added is None else ["--config-dir", shlex.quote(added)]
+    return _command("extract", *flags, *words, override("out", path.parent))
+
+
 def _stage_info(values: dict[str, Any]) -> None:
     check_arguments(info, values)
     info(**values)
 
 
 def _next(command: str) -> None:
+    log.info("next: %s", _command(command))
+
+
+def _command(*words: str) -> str:
     typed = os.environ.get("EMBEDX_COMMAND", "python -m embedx")  # as scripts/embedx was called
-    log.info("next: %s %s", typed, command)
+    return " ".join([typed, *words])
 
 
 def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
     """The call that a config node with a ``_target_`` stands for, checked but not yet made."""
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        raise ConfigError(f"{group} must be one of: {', '.join(_options(group))}")
+        options = ", ".join(_configs().options(group))
+        raise ConfigError(f"{group} must be one of: {options}")
     target = _locate(node["_target_"], group)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     first: list[Any] = []
@@ -847,6 +894,7 @@ def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
         from embedx import models
 
         first, target = [target], models.own  # a factory of the user's own
+        arguments.setdefault("name", _choice("model"))
     before = {"model": len(first), "projection": 1, "exporter": 3}.get(group, 0)
     check_arguments(target, arguments, positional=before, where=f"{group}.")
     return (lambda: target(*first, **arguments)) if bind else target
@@ -866,5 +914,8 @@ def _locate(target: str, group: str) -> Callable[..., Any]:
             "a callable as package.module.function, from here or installed"
         ) from error
     if not callable(found):
-        raise ConfigError(f"{group}._target_={target} is a {type(found).__name__}, not a callable")
+        raise ConfigError(
+            f"{group}._target_={target} is a {type(found).__name__}, not a callable; name a "
+            "function that makes it"
+        )
     return typing.cast(Callable[..., Any], found)

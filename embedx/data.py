@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import stat
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +37,16 @@ class Source:
     Attributes:
         name: For files and tables.
         ids: n unique texts.
-        read: Item i, an upright RGB picture or a tensor; raises for an item that cannot be read.
+        read: Item i, an upright RGB picture or a tensor, or what ``collate`` takes; the pair of it
+            and its label where ``labels_in_items``. Raises for an item that cannot be read.
         fingerprint: Hash of what the items are: it decides whether rows are still theirs.
+        item_hashes: Shape ``(n,)`` uint64, the same for each item by itself, to name those that
+            changed; None where that would cost a pass.
         labels: Shape ``(n,)`` int32 indices into ``label_names``, -1 for none; None without labels.
-        label_names: Names of the labels.
+        label_names: Names of the labels; empty where each of ``labels_in_items`` is its own name.
+        labels_in_items: Whether ``read`` gives the labels, int32, -1 for none.
+        collate: Makes the inputs of a batch, shape ``(b, ...)``, of its items as read; None to
+            stack them.
         metadata: Further columns of n numbers or texts.
         notes: What was found and what was passed over, for the user.
         warnings: What the user should be told aloud.
@@ -49,8 +57,11 @@ class Source:
     ids: Sequence[str]
     read: Callable[[int], Any]
     fingerprint: str
+    item_hashes: Array | None = None
     labels: Array | None = None
     label_names: Sequence[str] = ()
+    labels_in_items: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
     metadata: dict[str, Array | Sequence[str]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -163,9 +174,7 @@ class _PixelReader:
         return Image.fromarray(self.pixels[i]).convert("RGB")
 
 
-def folder(
-    root: str, *, limit: int | None = None, labels: Literal["none", "folder"] = "folder"
-) -> Source:
+def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> Source:
     """Every picture below a folder, sorted by its path.
 
     Ids are paths relative to ``root`` with ``/``; the first level of folders gives the labels.
@@ -174,11 +183,16 @@ def folder(
     Args:
         root: The folder.
         limit: Take the first so many.
-        labels: ``folder``, or ``none`` to have no labels.
+        labels: ``folder``, ``none`` to have no labels, or a regular expression that is searched in
+            each id: its group ``label``, or else its first group, is the label. An id in which it
+            is not found has none.
 
     Raises:
-        DataError: It is missing, is not a folder, or holds no picture.
+        ConfigError: ``labels`` is no regular expression or has no group.
+        DataError: The folder is missing, is not one, or holds no picture, or ``labels`` is found
+            in no id.
     """
+    expression = None if labels in ("none", "folder") else _expression(labels)
     if not root:
         raise DataError("data.root is empty; name a folder of pictures")
     top = Path(root).expanduser()
@@ -195,29 +209,68 @@ def folder(
     n = _limited(len(found), limit)
     items = found[:n]
     ids = [name for name, _, _ in items]
-    classes = [name.split("/", 1)[0] if "/" in name else "" for name in ids]
-    label_names = sorted(set(classes) - {""}) if labels == "folder" else []
+    if expression is not None:
+        classes = _searched(expression, ids)
+    elif labels == "folder":
+        classes = [name.split("/", 1)[0] if "/" in name else "" for name in ids]
+    else:
+        classes = [""] * n
+    label_names = sorted(set(classes) - {""})
     index = {name: i for i, name in enumerate(label_names)}
     digest = hashlib.sha256()
-    for name, size_bytes, mtime_ns in items:
-        line = f"{name}\0{size_bytes}\0{mtime_ns}\n"
-        digest.update(line.encode("utf-8", "backslashreplace"))
+    hashes = np.empty(n, np.uint64)
+    for i, (name, size_bytes, mtime_ns) in enumerate(items):
+        line = f"{name}\0{size_bytes}\0{mtime_ns}\n".encode("utf-8", "backslashreplace")
+        digest.update(line)
+        hashes[i] = _hash(line)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
     if n < len(found):
         note += f", the first of {len(found):,}"
     unlabelled = sum(name == "" for name in classes)
     if label_names and unlabelled:
-        note += f", {unlabelled:,} outside any class"
+        note += f", {unlabelled:,} " + ("outside any class" if expression is None else "unlabelled")
     return Source(
         name=top.resolve().name or "folder",
         ids=ids,
         read=_FileReader(str(top), tuple(ids)),
         fingerprint=digest.hexdigest(),
+        item_hashes=hashes,
         labels=np.array([index.get(c, -1) for c in classes], np.int32) if label_names else None,
         label_names=label_names,
         notes=(note, *((f"passed over: {where}",) if where else ())),
         root=top,
     )
+
+
+_LABEL_CHOICES = (
+    "choose none, folder, or a regular expression whose group is the label, such as "
+    "labels='(cat|dog)'"
+)
+
+
+def _expression(labels: str) -> re.Pattern[str]:
+    try:
+        expression = re.compile(labels)
+    except re.error as error:
+        raise ConfigError(
+            f"data.labels={labels!r} is no regular expression ({error}); {_LABEL_CHOICES}"
+        ) from None
+    if not expression.groups:
+        raise ConfigError(f"data.labels={labels!r} has no group; {_LABEL_CHOICES}")
+    return expression
+
+
+def _searched(expression: re.Pattern[str], ids: Sequence[str]) -> list[str]:
+    """The label in each id, "" for none."""
+    group = "label" if "label" in expression.groupindex else 1
+    found = [expression.search(name) for name in ids]
+    labels = [(match[group] or "") if match else "" for match in found]
+    if not any(labels):
+        raise DataError(
+            f"data.labels={expression.pattern!r} is found in none of the {len(ids):,} ids, such "
+            f"as {ids[0]!r}; {_LABEL_CHOICES}"
+        )
+    return labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,36 +333,52 @@ def _scan(top: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
 
 
 def in_memory(
-    items: Any, *, labels: Sequence[Any] | None = None, ids: Sequence[str] | None = None
+    items: Any,
+    *,
+    labels: Sequence[Any] | None = None,
+    ids: Sequence[str] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> Source:
     """An array or tensor of samples, or a map-style ``Dataset``, as a source.
+
+    Labels that are not given are those in the attribute ``targets`` of a Dataset, in the second
+    tensor of a ``TensorDataset`` if that is one whole number a sample, those of the parts of a
+    ``Subset`` or ``ConcatDataset``, or else whole numbers in the items. An attribute ``classes``
+    names them.
 
     Args:
         items: Shape ``(n, ...)``, or an object with ``__len__`` and ``__getitem__`` whose items
             are inputs, or tuples that begin with the input and the label.
         labels: n labels of any kind that sorts.
         ids: n unique texts; row numbers where they are not given.
+        collate: Makes of a list of b items a tensor ``(b, ...)``, or a tuple or list that begins
+            with one; items are stacked where it is not given.
 
     Raises:
+        ConfigError: ``collate`` gives something else.
         DataError: Empty, or without a length, lengths that differ, labels that do not sort, or an
             id given twice.
     """
-    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
-        raise DataError(
-            f"data is a {type(items).__name__}; give a folder, an array, a tensor or a Dataset "
-            "with __len__ and __getitem__"
-        )
-    if hasattr(items, "iloc"):
-        raise DataError("data is a data frame; give its values, data.to_numpy(), and its labels")
-    if getattr(items, "shape", None) == ():
-        raise DataError("data is a single number; give at least one sample")
+    _check_usable(items)
     n = len(items)
     if n == 0:
         raise DataError("data is empty; give at least one sample")
-    classes = None
-    targets: Any = getattr(items, "targets", None)
-    if labels is None and hasattr(targets, "__len__") and len(targets) == n:
-        labels, classes = targets, getattr(items, "classes", None)
+    kind = type(items).__name__.lower()
+    values = _as_array(items)
+    sample = [] if values is not None else _sample(items)
+    classes: Sequence[Any] | None = None
+    names: list[str] = []
+    aloud = []
+    seen: list[int] | None = None
+    if labels is None:
+        classes = _classes(items)
+        if (found := _targets(items)) is not None:
+            labels, classes = found
+        elif (seen := _labels_in(sample)) is not None:
+            if classes is not None and max(seen) < len(classes):
+                names = [str(name) for name in classes]
+        elif any(isinstance(raw, tuple) and len(raw) > 1 for raw in sample):
+            aloud.append(f"the labels in the items of {kind} are not read; give them as labels=")
     labels, ids = _listed(labels, "labels"), _listed(ids, "ids")
     for what, given in (("labels", labels), ("ids", ids)):
         if given is not None and len(given) != n:
@@ -319,8 +388,6 @@ def in_memory(
     if ids is not None and len(set(ids)) != n:
         twice, count = Counter(ids).most_common(1)[0]
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
-    kind = type(items).__name__.lower()
-    names: list[str] = []
     indices: Array | None = None
     if labels is not None:
         try:
@@ -333,25 +400,64 @@ def in_memory(
         names = [str(value) for value in unique.tolist()]
         if classes is not None and set(unique.tolist()) <= set(range(len(classes))):
             names = [str(classes[int(value)]) for value in unique.tolist()]
-    note = f"{kind}: {n:,} samples, {len(names) or 'no'} classes"
-    aloud = []
-    if _as_array(items) is None:
-        note += f"; recognised by {min(n, _DIGEST_ITEMS)} of them"
-        if labels is None and _is_labelled(items):
-            aloud.append(f"the labels in the items of {kind} are not read; give them as labels=")
+    note = f"{kind}: {n:,} samples, "
+    note += "labels in the items" if seen else f"{len(names) or 'no'} classes"
+    hashes = None
+    if values is not None:
+        fingerprint, hashes = _hashed_rows(values)
+    else:
+        fingerprint = _digest(items, sample, collate, labels=seen)
+        note += f"; recognised by {len(sample)} of them"
     return Source(
         name=kind,
         ids=list(ids) if ids is not None else [str(i) for i in range(n)],
-        read=_ItemReader(items),
-        fingerprint=_digest(items),
+        read=_ItemReader(
+            items, gives_all=collate is not None, gives_label=bool(seen), n_names=len(names)
+        ),
+        fingerprint=fingerprint,
+        item_hashes=hashes,
         labels=indices,
         label_names=names,
+        labels_in_items=bool(seen),
+        collate=collate,
         notes=(note,),
         warnings=tuple(aloud),
     )
 
 
+def _check_usable(items: Any) -> None:
+    kind = type(items).__name__
+    if hasattr(items, "iloc") or (hasattr(items, "columns") and hasattr(items, "to_numpy")):
+        raise DataError(f"data is a {kind}; give its values, data.to_numpy(), and its labels")
+    if isinstance(items, Iterator):
+        raise DataError(
+            f"data is a {kind}, which has no length and no order to come back to; give a list of "
+            "it, list(data), an array or a Dataset"
+        )
+    is_sequence = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    if not is_sequence or isinstance(items, (str, bytes, Mapping)):
+        raise DataError(
+            f"data is a {kind}; give a folder, an array, a tensor or a Dataset with __len__ and "
+            "__getitem__"
+        )
+    if getattr(items, "shape", None) == ():
+        raise DataError("data is a single number; give at least one sample")
+
+
+# What tells a Dataset, where reading all of it would cost a pass.
 _DIGEST_ITEMS = 16
+
+
+def _sample(items: Any) -> list[Any]:
+    """Some items, evenly spread; for one that cannot be read, why."""
+    n = len(items)
+    sample: list[Any] = []
+    for i in sorted({round(j * (n - 1) / (_DIGEST_ITEMS - 1)) for j in range(_DIGEST_ITEMS)}):
+        try:
+            sample.append(items[i])
+        except Exception as error:  # a row that cannot be read fails later, and by itself
+            sample.append(error)
+    return sample
 
 
 def _listed(values: Any, what: str) -> list[Any] | None:
@@ -365,24 +471,125 @@ def _listed(values: Any, what: str) -> list[Any] | None:
         raise DataError(f"{what} is a {type(values).__name__}; give a list, one a sample") from None
 
 
-def _is_labelled(items: Any) -> bool:
-    with contextlib.suppress(Exception):  # a row that cannot be read fails later, and by itself
-        return isinstance(items[0], tuple) and len(items[0]) > 1
-    return False
+# --------------------------------------------------------------------------- labels of a Dataset
 
 
-def _digest(items: Any) -> str:
-    """Tells an array by its bytes; a Dataset, where reading all would cost a pass, by 16 items."""
-    if (values := _as_array(items)) is not None:
-        digest = hashlib.sha256()
-        _update(digest, values)
-        return digest.hexdigest()
+def _is_of_torch(items: Any, kind: str) -> bool:
+    """Whether it is one of the Datasets of torch, which is not imported to ask."""
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    return torch_data is not None and isinstance(items, getattr(torch_data, kind))
+
+
+def _classes(items: Any) -> Sequence[Any] | None:
+    """The names of the classes of a Dataset, or of the one that a Subset is of."""
+    classes: Any = getattr(items, "classes", None)
+    if classes is None and _is_of_torch(items, "Subset"):
+        return _classes(items.dataset)
+    is_list = isinstance(classes, (Sequence, np.ndarray)) and not isinstance(classes, str)
+    return list(classes) if is_list else None
+
+
+def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:
+    """The labels that a Dataset can tell without reading its items, and its classes."""
     n = len(items)
-    digest = hashlib.sha256(f"{type(items).__module__}.{type(items).__qualname__} {n}".encode())
-    read = _ItemReader(items)
-    for i in sorted({round(j * (n - 1) / (_DIGEST_ITEMS - 1)) for j in range(_DIGEST_ITEMS)}):
+    targets: Any = getattr(items, "targets", None)
+    if hasattr(targets, "__len__") and len(targets) == n:
+        return _listed(targets, "targets") or [], _classes(items)
+    if _is_of_torch(items, "TensorDataset") and len(items.tensors) > 1:
+        second = _as_array(items.tensors[1])
+        if second is not None and second.ndim == 1 and second.dtype.kind in "iu":
+            return second.tolist(), None
+    if _is_of_torch(items, "Subset") and (whole := _targets(items.dataset)) is not None:
+        return [whole[0][int(i)] for i in items.indices], whole[1]
+    if _is_of_torch(items, "ConcatDataset"):
+        parts = [_targets(part) for part in items.datasets]
+        known = [part for part in parts if part is not None]
+        return _joined(known) if len(known) == len(parts) else None
+    return None
+
+
+def _joined(
+    parts: Sequence[tuple[list[Any], Sequence[Any] | None]],
+) -> tuple[list[Any], Sequence[Any] | None]:
+    """Labels one after the other; as texts where the parts have other names for a number."""
+    classes = parts[0][1]
+    if all(names == classes for _, names in parts):
+        return [label for labels, _ in parts for label in labels], classes
+    texts = []
+    for labels, names in parts:
+        known = {str(i): str(name) for i, name in enumerate(names or ())}
+        texts += [known.get(str(label), str(label)) for label in labels]
+    return texts, None
+
+
+def _labels_in(sample: Sequence[Any]) -> list[int] | None:
+    """The labels in some items, if every one that could be read is a tuple with a label."""
+    readable = [raw for raw in sample if not isinstance(raw, Exception)]
+    try:
+        return [_label(raw) for raw in readable] or None
+    except DataError:
+        return None
+
+
+def _label(raw: Any, n_names: int = 0) -> int:
+    """The label in an item, a whole number from -1 on that fits into int32.
+
+    Raises:
+        DataError: There is none, or it has no name although there are ``n_names``.
+    """
+    label = raw[1] if isinstance(raw, tuple) and len(raw) > 1 else None
+    if not isinstance(label, int):
+        array = _as_array(label)
+        if array is not None and array.size == 1 and array.dtype.kind in "iu":
+            label = array.item()
+    if isinstance(label, int) and not isinstance(label, bool):
+        if n_names and label >= n_names:
+            raise DataError(f"its label {label} is past the {n_names} classes; give labels=")
+        if -1 <= label < 2**31:
+            return label
+    shown = " ".join(repr(label).split())[:40]
+    raise DataError(
+        f"its label is {shown}, and other items have whole numbers; give them all as labels="
+    )
+
+
+# --------------------------------------------------------------------------- hashes
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _hashed_rows(values: Array) -> tuple[str, Array]:
+    """SHA-256 of an array, and a hash of each of its rows."""
+    digest = hashlib.sha256(f"{values.shape} {values.dtype}".encode())
+    form = f"{values.shape[1:]} {values.dtype}".encode()
+    hashes: list[Array] = []
+    for block in _blocks(values):
+        digest.update(block.tobytes())
+        hashes.append(np.array([_hash(form + row.tobytes()) for row in block], np.uint64))
+    return digest.hexdigest(), np.concatenate(hashes)
+
+
+def _digest(
+    items: Any,
+    sample: Sequence[Any],
+    collate: Callable[[list[Any]], Any] | None,
+    *,
+    labels: Sequence[int] | None,
+) -> str:
+    """Tells a Dataset by some items, as they enter the model, and by the labels in them."""
+    name = f"{type(items).__module__}.{type(items).__qualname__} {len(items)}"
+    digest = hashlib.sha256(name.encode())
+    if labels is not None:
+        digest.update(f"{labels}".encode())
+    for raw in sample:
         try:
-            item = read(i)
+            item: Any = str(raw) if isinstance(raw, Exception) else _input(raw)
+            if collate is not None and not isinstance(raw, Exception):
+                item = collated(collate([raw]))
+        except ConfigError:
+            raise
         except Exception as error:  # a row that cannot be read fails later, and by itself
             item = str(error)
         values = np.asarray(item) if isinstance(item, Image.Image) else _as_array(item)
@@ -390,8 +597,17 @@ def _digest(items: Any) -> str:
             item = item if isinstance(item, (str, bytes, int, float)) else type(item).__qualname__
             digest.update(repr(item).encode("utf-8", "backslashreplace"))
         else:
-            _update(digest, values)
+            digest.update(f"{values.shape} {values.dtype}".encode())
+            for block in _blocks(values.reshape(1) if values.ndim == 0 else values):
+                digest.update(block.tobytes())
     return digest.hexdigest()
+
+
+def _blocks(values: Array) -> Iterator[Array]:
+    """The rows of an array, some megabytes at a time: it may be mapped from a disk."""
+    block_rows = max(1, 2**24 // max(1, values[:1].nbytes))
+    for start in range(0, len(values), block_rows):
+        yield np.ascontiguousarray(values[start : start + block_rows])
 
 
 def _as_array(value: Any) -> Array | None:
@@ -415,20 +631,43 @@ def _as_array(value: Any) -> Array | None:
     return array
 
 
-def _update(digest: "hashlib._Hash", values: Array) -> None:
-    """Add an array to a hash, a block at a time: it may be mapped from a disk."""
-    digest.update(f"{values.shape} {values.dtype}".encode())
-    rows = values.reshape(1) if values.ndim == 0 else values
-    block = max(1, 2**24 // max(1, rows[:1].nbytes))
-    for start in range(0, len(rows), block):
-        digest.update(np.ascontiguousarray(rows[start : start + block]).tobytes())
+# --------------------------------------------------------------------------- items of a Dataset
+
+
+def collated(batch: Any) -> Any:
+    """The inputs in what a ``collate_fn`` gives: an array or tensor, or the first of several.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if _as_array(inputs) is None:
+        raise ConfigError(
+            f"the collate_fn of the DataLoader gives a {type(batch).__name__}; let it give a "
+            "tensor, or a tuple that begins with one"
+        )
+    return inputs
+
+
+def picture(raw: Any) -> Image.Image | None:
+    """The picture that an item of a Dataset is or begins with, upright and RGB."""
+    first = raw[0] if isinstance(raw, tuple) and raw else raw
+    return _upright_rgb(first) if isinstance(first, Image.Image) else None
+
+
+def _input(raw: Any) -> Any:
+    first = raw[0] if isinstance(raw, tuple) else raw
+    return _upright_rgb(first) if isinstance(first, Image.Image) else first
 
 
 @dataclasses.dataclass(frozen=True)
 class _ItemReader:
     items: Any
+    gives_all: bool
+    gives_label: bool
+    n_names: int
 
     def __call__(self, i: int) -> Any:
-        item = self.items[i]
-        item = item[0] if isinstance(item, tuple) else item
-        return _upright_rgb(item) if isinstance(item, Image.Image) else item
+        raw = self.items[i]
+        item = raw if self.gives_all else _input(raw)
+        return (item, _label(raw, self.n_names)) if self.gives_label else item

@@ -7,13 +7,15 @@ import json
 import logging
 import math
 import os
+import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import PIL
@@ -27,6 +29,7 @@ from embedx import data as sources
 from embedx import hooks, models, store
 from embedx import pooling as pools
 from embedx.checks import checked
+from embedx.configs import public_config
 from embedx.data import Source
 from embedx.errors import (
     ConfigError,
@@ -45,29 +48,21 @@ from embedx.store import Array, Embeddings, Field, Status
 log = logging.getLogger("embedx")
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-
-# What decides the rows: part of the name of a run and of the config stored in its file.
-ROW_SETTINGS = (
-    "model",
-    "data",
-    "layers",
-    "pooling",
-    "precision",
-    "dtype",
-    "save_outputs",
-    "thumbnails",
-)
+if TYPE_CHECKING:
+    Network = Model | nn.Module
+else:  # what is given instead of one is told in words of its own, not by the hint
+    Network = Any
 
 
 @checked
 def extract(
-    model: Model | nn.Module,
+    model: Network,
     data: Any,
     *,
     layers: str | Sequence[str] = "penultimate",
     pooling: str | Sequence[str] = "auto",
-    batch_size: int = 64,
-    num_workers: int = 0,
+    batch_size: int | None = None,
+    num_workers: int | None = None,
     device: str | torch.device = "auto",
     precision: Precision = "fp32",
     dtype: Literal["float32", "float16"] = "float32",
@@ -88,13 +83,15 @@ def extract(
 
     Args:
         model: A network, or a :class:`~embedx.models.Model` from :mod:`embedx.models`.
-        data: A folder of pictures, an array or tensor ``(n, ...)``, a map-style ``Dataset``, or a
-            :class:`~embedx.data.Source`.
+        data: A folder of pictures, an array or tensor ``(n, ...)``, a map-style ``Dataset``, a
+            ``DataLoader`` of one, or a :class:`~embedx.data.Source`. Of a loader, rows are in the
+            order of its Dataset, and its ``collate_fn`` makes the inputs.
         layers: Capture points, ``NAME[@CALL][:WHAT[.PATH]]``, globs, or ``penultimate``.
         pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``cls``, ``mean_token``; one for all
             points or one each.
-        batch_size: Samples in a forward pass.
-        num_workers: Processes that read and prepare the data; 0 for none.
+        batch_size: Samples in a forward pass; the loader's, or 64, where not given.
+        num_workers: Processes that read and prepare the data, 0 for none; the loader's, or 0,
+            where not given.
         device: ``auto`` (cuda, mps, cpu; a live network's own), or one of torch's names.
         precision: Of the arithmetic: ``fp32``, or the faster ``tf32``, ``bf16``, ``fp16``.
         dtype: Of the stored numbers.
@@ -120,14 +117,24 @@ def extract(
         StoreError: No space, another writer, or ``out`` holds another run.
         Interrupted: SIGINT or SIGTERM; everything finished so far is kept.
     """
+    loader = data if isinstance(data, torch.utils.data.DataLoader) else None
+    if loader is not None:
+        batch_size = _in_order(loader).batch_size if batch_size is None else batch_size
+        num_workers = loader.num_workers if num_workers is None else num_workers
+    batch_size = 64 if batch_size is None else batch_size
+    num_workers = num_workers or 0
     if not 1 <= batch_size < 2**31:
         raise ConfigError(f"batch_size must be at least 1 (and below 2**31), not {batch_size}")
     if num_workers < 0:
         raise ConfigError(f"num_workers must be at least 0, not {num_workers}")
     if not 0 <= thumbnails <= 512:
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
-    described = model if isinstance(model, Model) else models.live(model, preprocess=preprocess)
+    described = _as_model(model, preprocess=preprocess)
     source = _as_source(data, labels=labels, ids=ids)
+    if preprocess is not None and source.collate is not None:
+        raise ConfigError(
+            "preprocess= and the collate_fn of the DataLoader both make the inputs; leave one out"
+        )
     for note in (*described.notes, *source.warnings):
         log.warning(note)
     for note in source.notes:
@@ -168,11 +175,11 @@ def extract(
         raise ConfigError(f"out={folder} is the folder of the data; choose another out=FOLDER")
     if not overwrite:
         if path.exists():
-            _refuse_another(path, identity)
+            _refuse_another(path, identity, source)
             log.info("%s is complete already with these settings: nothing to do", path)
             return store.open(path)
         if store.partial_path(path).exists():
-            _refuse_another(store.partial_path(path), identity)
+            _refuse_another(store.partial_path(path), identity, source)
     log.info(
         "extracting %s of %s over %s (%s rows) on %s into %s",
         ", ".join(point.name for point in points),
@@ -187,7 +194,7 @@ def extract(
     attrs = {
         "id": file_id,
         "identity": json.dumps(identity, sort_keys=True),
-        "config": _public_config(recorded),
+        "config": public_config(recorded),
         "model": described.name,
         "weights": described.weights,
         "weights_sha256": described.weights_sha256,
@@ -250,10 +257,30 @@ class _Plan:
 
 def _columns_sha256(source: Source) -> str:
     """SHA-256 of what the file keeps of the samples beside what the model makes of them."""
-    labels = None if source.labels is None else source.labels.tolist()
+    labels: Any = None if source.labels is None else source.labels.tolist()
+    if source.labels_in_items:
+        labels = "in the items"
     metadata = {name: list(map(str, column)) for name, column in source.metadata.items()}
     columns = [list(source.ids), labels, list(source.label_names), metadata]
     return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
+
+
+def _as_model(model: Any, *, preprocess: Preprocess | None) -> Model:
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, nn.Module):
+        return models.live(model, preprocess=preprocess)
+    if isinstance(model, str):
+        raise ConfigError(
+            f"model is the text {model!r}; give a network: "
+            f"embedx.models.torchvision({json.dumps(model)})"
+        )
+    if isinstance(model, type):
+        name = model.__name__
+        raise ConfigError(f"model is the class {name}; give an instance of it: {name}(...)")
+    raise ConfigError(
+        f"model is a {type(model).__name__}; give an nn.Module, or a Model of embedx.models"
+    )
 
 
 def _as_source(data: Any, *, labels: Any, ids: Any) -> Source:
@@ -261,13 +288,74 @@ def _as_source(data: Any, *, labels: Any, ids: Any) -> Source:
         source = data
     elif isinstance(data, (str, os.PathLike)):
         source = sources.folder(os.fspath(data))
+    elif isinstance(data, torch.utils.data.DataLoader):
+        own_collate = data.collate_fn is not torch.utils.data.default_collate
+        source = sources.in_memory(
+            data.dataset, labels=labels, ids=ids, collate=data.collate_fn if own_collate else None
+        )
+        return dataclasses.replace(source, warnings=(*source.warnings, *_not_followed(data)))
     else:
+        _refuse_iterable(data)
         return sources.in_memory(data, labels=labels, ids=ids)
     if labels is not None or ids is not None:
         raise ConfigError(
             f"{source.name} has ids and labels of its own; leave labels= and ids= out"
         )
     return source
+
+
+def _refuse_iterable(data: Any) -> None:
+    if isinstance(data, torch.utils.data.IterableDataset):
+        raise DataError(
+            f"data is a {type(data).__name__}, an IterableDataset, which has no order to come back "
+            "to; give a map-style Dataset, with __len__ and __getitem__"
+        )
+
+
+def _in_order(loader: "torch.utils.data.DataLoader[Any]") -> torch.utils.data.BatchSampler:
+    """How a loader makes its batches, if they hold each sample of its Dataset once.
+
+    Raises:
+        DataError: They do not, or not for sure.
+    """
+    _refuse_iterable(loader.dataset)
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        raise DataError(
+            "the DataLoader has batch_size=None, so that an item of its Dataset is a whole batch; "
+            "give a Dataset of single samples"
+        )
+    is_plain = type(batches) is torch.utils.data.BatchSampler
+    sampler: Any = batches.sampler if is_plain else batches
+    how = type(sampler).__name__
+    if type(sampler) is torch.utils.data.RandomSampler:
+        is_plain = not sampler.replacement
+        how += f" with replacement={sampler.replacement} and num_samples={len(sampler)}"
+    elif type(sampler) is not torch.utils.data.SequentialSampler:
+        is_plain = False
+    if is_plain and hasattr(loader.dataset, "__len__"):
+        is_plain = len(sampler) == len(loader.dataset)
+    if not is_plain:
+        raise DataError(
+            f"the DataLoader draws its samples by a {how}, and rows are those of a Dataset, each "
+            "once and in order; give the Dataset itself, or torch.utils.data.Subset(dataset, "
+            "indices)"
+        )
+    return batches  # type: ignore[no-any-return]
+
+
+def _not_followed(loader: "torch.utils.data.DataLoader[Any]") -> list[str]:
+    """What a loader asks for and does not get."""
+    batches = _in_order(loader)
+    n_last = len(loader.dataset) % batches.batch_size  # type: ignore[arg-type]
+    said = []
+    if isinstance(batches.sampler, torch.utils.data.RandomSampler):
+        said.append("the DataLoader shuffles; rows are in the order of its Dataset all the same")
+    if batches.drop_last and n_last:
+        said.append(f"the DataLoader drops the last {n_last} samples; here they are kept")
+    if loader.worker_init_fn is not None:
+        said.append("the worker_init_fn of the DataLoader is not called")
+    return said
 
 
 def _device(name: str, model: Model, *, is_live: bool) -> torch.device:
@@ -297,33 +385,17 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _public_config(config: Mapping[str, Any]) -> str:
-    """The settings that decide the rows, as YAML; of paths only the last part: files travel."""
-
-    def last_part(value: Any, key: str = "") -> Any:
-        if isinstance(value, Mapping):
-            return {name: last_part(inner, name) for name, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [last_part(inner) for inner in value]
-        is_path = isinstance(value, str) and (
-            key in ("root", "checkpoint") or value.startswith(("/", "~"))
-        )
-        return Path(value).name if is_path else value
-
-    kept = {key: last_part(config[key]) for key in ROW_SETTINGS if key in config}
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
-
-
-def _refuse_another(present: Path, identity: Mapping[str, Any]) -> None:
+def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source) -> None:
     """Raise if the file that is there belongs to another run, naming the first difference."""
     there = store.Embeddings(present).identity
     differing = [key for key, value in identity.items() if there.get(key) != value]
     if not differing:
         return
-    key = min(differing, key=["code", "items", "columns", "revisions"].__contains__)
+    late = ["rows", "code", "items", "columns", "revisions"]
+    key = min(differing, key=late.__contains__)
     was, now = there.get(key), identity[key]
-    if key == "items":
-        difference = "the data has changed since (files added, removed or edited)"
+    if key in ("rows", "items"):
+        difference = f"the data has changed since: {_changes(present, source)}"
     elif key == "columns":
         difference = "the ids or labels are others"
     elif key == "code":
@@ -334,6 +406,30 @@ def _refuse_another(present: Path, identity: Mapping[str, Any]) -> None:
         f"{present} holds another run: {difference}; choose another name or out folder, or replace "
         "it with overwrite=true"
     )
+
+
+def _changes(present: Path, source: Source) -> str:
+    """How the items of a source differ from those that a file was begun with."""
+    ids, hashes = store.read_items(present)
+    now = store.stored_texts(source.ids)
+    if hashes is None or source.item_hashes is None:
+        if len(ids) != len(now):
+            return f"{len(ids):,} samples there and {len(now):,} here"
+        return "some samples are others (which ones is not kept for such data)"
+    there = dict(zip(ids, hashes.tolist(), strict=True))
+    here = dict(zip(now, source.item_hashes.tolist(), strict=True))
+    kinds = {
+        "added": [name for name in now if name not in there],
+        "removed": [name for name in ids if name not in here],
+        "edited": [name for name in now if there.get(name, here[name]) != here[name]],
+    }
+    counted = [f"{len(names):,} {kind} ({_few(names)})" for kind, names in kinds.items() if names]
+    return ", ".join(counted) or "the samples are in another order"
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    shown = [_short(name if name.isprintable() else ascii(name)) for name in names[:most]]
+    return ", ".join([*shown, *(["..."] if len(names) > most else [])])
 
 
 def _short(value: Any) -> str:
@@ -368,9 +464,11 @@ class _Batch:
 
     Attributes:
         start: Row of the first item.
-        inputs: Shape ``(b, ...)``, zeros for bad items; None if every one is bad.
+        inputs: Shape ``(b, ...)``, for bad items zeros, or copies of a good one where a
+            ``collate_fn`` makes them; None if every one is bad.
         reasons: Why an item is bad, by its place in the batch.
         thumbnails: Shape ``(b, side, side, 3)`` uint8, or None.
+        labels: Shape ``(b,)`` int32 where the items hold them, -1 for bad items; or None.
         size: b.
         are_pixels: Whether they came out of the preprocessing; tensors enter as they are.
         fatal: Why the run cannot go on; an exception would carry a worker's traceback.
@@ -380,6 +478,7 @@ class _Batch:
     inputs: Tensor | None
     reasons: dict[int, str]
     thumbnails: Array | None
+    labels: Array | None
     size: int
     are_pixels: bool = False
     fatal: EmbedxError | None = None
@@ -403,31 +502,46 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         try:
             return self._read(number)
         except EmbedxError as error:
-            return _Batch(0, None, {}, None, 0, fatal=error)
+            return _Batch(0, None, {}, None, None, 0, fatal=error)
 
     def _read(self, number: int) -> _Batch:
         start = self._first_row + number * self._batch_size
         size = min(self._batch_size, len(self._source) - start)
-        inputs: dict[int, Tensor] = {}
+        collate = self._source.collate
+        good: dict[int, Any] = {}
         reasons: dict[int, str] = {}
         miniatures: Array | None = None
+        labels = np.full(size, -1, np.int32) if self._source.labels_in_items else None
         are_pixels = False
         for i in range(size):
             try:
                 item = self._source.read(start + i)
-                if self._side_px and isinstance(item, Image.Image):
+                label = -1
+                if labels is not None:
+                    item, label = item
+                picture = item if collate is None else sources.picture(item)
+                if self._side_px and isinstance(picture, Image.Image):
                     if miniatures is None:
                         shape = (size, self._side_px, self._side_px, 3)
                         miniatures = np.full(shape, 255, np.uint8)
-                    miniatures[i] = sources.thumbnail(item, self._side_px)
-                inputs[i] = self._prepare(item)
-                are_pixels = isinstance(item, Image.Image)
+                    miniatures[i] = sources.thumbnail(picture, self._side_px)
+                good[i] = self._prepare(item) if collate is None else item
+                are_pixels = collate is None and isinstance(item, Image.Image)
+                if labels is not None:
+                    labels[i] = label
             except (ConfigError, ShapeError):
                 raise
             except Exception as error:  # whatever is wrong with one item is that item's alone
                 reasons[i] = _reason(error)
-        stacked = self._stack(inputs, size, start)
-        return _Batch(start, stacked, reasons, miniatures, size, are_pixels)
+        if not good:
+            stacked = None
+        elif collate is None:
+            stacked = self._stack(good, size, start)
+        else:
+            # A collate_fn takes whole batches: a copy of a good item holds the place of a bad one.
+            filler = next(iter(good.values()))
+            stacked = self._collate([good.get(i, filler) for i in range(size)], start)
+        return _Batch(start, stacked, reasons, miniatures, labels, size, are_pixels)
 
     def _prepare(self, item: Any) -> Tensor:
         if isinstance(item, Image.Image):
@@ -444,9 +558,25 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             )
         return torch.as_tensor(item)
 
-    def _stack(self, inputs: Mapping[int, Tensor], size: int, start: int) -> Tensor | None:
-        if not inputs:
-            return None
+    def _collate(self, items: list[Any], start: int) -> Tensor:
+        assert self._source.collate is not None
+        try:
+            inputs = torch.as_tensor(sources.collated(self._source.collate(items)))
+        except EmbedxError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"the collate_fn of the DataLoader failed on rows {start} to "
+                f"{start + len(items) - 1}: {_reason(error)}"
+            ) from error
+        if inputs.ndim == 0 or len(inputs) != len(items):
+            raise ShapeError(
+                f"the collate_fn of the DataLoader gives inputs of shape {tuple(inputs.shape)} for "
+                f"{len(items)} samples; let it give one entry a sample"
+            )
+        return inputs
+
+    def _stack(self, inputs: Mapping[int, Tensor], size: int, start: int) -> Tensor:
         first, example = next(iter(inputs.items()))
         stacked = torch.zeros((size, *example.shape), dtype=example.dtype)
         for i, tensor in inputs.items():
@@ -554,12 +684,12 @@ def _run(
         worker_init_fn=_start_worker,
     )
     waiting: list[_Batch] = []  # bad batches before the first good one: the shapes are not known
-    with _dead_workers_said(plan), contextlib.ExitStack() as stack:
+    with _workers_said(plan), contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signal())
         stack.callback(lambda: writer.close() if writer else None)
         progress = stack.enter_context(Progress(n_rows, what="extract", done=first_row))
         forward = stack.enter_context(_forward(plan))
-        for batch in loader:
+        for batch in _started(loader):
             if batch.fatal is not None:
                 raise batch.fatal
             if batch.reasons and plan.on_error == "raise":
@@ -617,7 +747,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _dead_workers_said(plan: _Plan) -> Iterator[None]:
+def _workers_said(plan: _Plan) -> Iterator[None]:
     """A worker process that dies is one line. torch raises it from a signal handler, anywhere."""
     try:
         yield
@@ -627,6 +757,21 @@ def _dead_workers_said(plan: _Plan) -> Iterator[None]:
         raise DataError(
             "a process that reads the data died, killed or out of memory; what was committed is "
             f"kept: run again to go on, with less than num_workers={plan.num_workers}"
+        ) from error
+
+
+def _started(loader: "torch.utils.data.DataLoader[_Batch]") -> Iterable[_Batch]:
+    """The batches, once the processes that read them are started."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Got pickle error")  # torch's longer words
+            return iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if not loader.num_workers:
+            raise
+        raise DataError(
+            f"the data cannot be sent to worker processes ({first_line(error)}); define its "
+            "classes and functions in a module, or use num_workers=0"
         ) from error
 
 
@@ -741,6 +886,8 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
             if batch.thumbnails is not None:
                 arrays["thumbnails"] = batch.thumbnails
+            if batch.labels is not None:
+                arrays["labels"] = batch.labels
             not_finite = {}
             for name, array in arrays.items():
                 if array.dtype.kind == "f":
@@ -796,6 +943,7 @@ def _create(
         ids=source.ids,
         fields=fields,
         attrs=attrs,
+        item_hashes=source.item_hashes,
         labels=source.labels,
         label_names=source.label_names,
         metadata=source.metadata,
@@ -804,7 +952,7 @@ def _create(
 
 
 def _append(writer: store.Writer, batch: _Batch, results: _Results | None, source: Source) -> None:
-    """Write a batch; rows that failed become NaN, class -1 and a white miniature."""
+    """Write a batch; of rows that failed, what was read (picture and label) is kept."""
     reasons = dict(batch.reasons)
     if results is not None:
         reasons.update(results.not_finite)
@@ -820,7 +968,7 @@ def _append(writer: store.Writer, batch: _Batch, results: _Results | None, sourc
         if array is None:
             array = np.empty((batch.size, *field.shape), field.dtype)
             array[...] = _blank(field)
-        elif bad and field.name != "thumbnails":
+        elif bad and field.name not in ("thumbnails", "labels"):
             array = array.copy()
             array[bad] = _blank(field)
         rows[field.name] = array

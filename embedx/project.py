@@ -378,6 +378,7 @@ def project(
         "method": name,
         "layer": point,
         "seed": parameters.get("random_state", 0),
+        "settings": json.dumps(settings, sort_keys=True, default=str),
     }
     if not placed.all():
         log.info("%s rows could not be placed and are absent from the map", int((~placed).sum()))

@@ -1,7 +1,7 @@
 """The files of embedx: laid out once by HDF5, then filled in place.
 
 An embeddings file is an ordinary HDF5 file whose skeleton (every dataset at its final size,
-contiguous, unfiltered) is made by h5py, closed, and never touched by HDF5 again: rows go in by
+contiguous, unfiltered) is made by h5py in memory; HDF5 never writes to the disk: rows go in by
 ``pwrite`` at known offsets, and two alternating commit records, each on a page of its own, say how
 many of them count. A crash therefore can tear at most what no record has claimed yet.
 ``docs/format.md`` specifies the layout; this is the only module that imports h5py.
@@ -117,8 +117,8 @@ class DiskIO:
     def fill(self, fd: int, offset: int, n_bytes: int) -> None:
         """Write zeros, so that the blocks are really there."""
         zeros, end = bytes(2**20), offset + n_bytes
-        while offset < end:
-            offset += self.pwrite(fd, zeros[: end - offset], offset)
+        for start in range(offset, end, len(zeros)):
+            self.write_all(fd, zeros[: end - start], start)
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)
@@ -133,6 +133,24 @@ class DiskIO:
         finally:
             os.close(fd)
 
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there, for good: it does not come back after a power cut."""
+        if path.exists():
+            path.unlink()
+            self.sync_folder(path.parent)
+
+    def make_folder(self, folder: Path) -> list[Path]:
+        """Make ``folder`` and those above it that are missing, durably; returns those made."""
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in made:
+                self.sync_folder(path.parent)
+        except OSError:
+            _remove_quietly(*made)
+            raise
+        return made
+
     def write_all(self, fd: int, data: Array | bytes, offset: int) -> None:
         """Write all of ``data``, going on after short writes."""
         if isinstance(data, np.ndarray):
@@ -141,6 +159,8 @@ class DiskIO:
             view = memoryview(data)
         while view:
             done = self.pwrite(fd, view, offset)
+            if done <= 0:
+                raise OSError(errno.EIO, "the disk took no bytes")
             view, offset = view[done:], offset + done
 
 
@@ -151,11 +171,12 @@ def replace_file(path: Path, data: bytes, *, disk: DiskIO = _DISK) -> Path:
     """Put ``data`` under ``path`` whole or not at all.
 
     Raises:
-        StoreError: The disk is full or the folder cannot be written; ``path`` is as it was.
+        StoreError: The disk is full or the folder cannot be written; ``path`` is as it was (or,
+            where only making its new name durable failed, holds all of ``data``).
     """
     tmp: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(path.parent)
         fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         tmp = Path(name)
         try:
@@ -229,6 +250,11 @@ def _decode(values: Array) -> list[str]:
     return [bytes(value).decode("utf-8", "replace") for value in values]
 
 
+def stored_texts(values: Sequence[str]) -> list[str]:
+    """Texts as they are read back from a file."""
+    return [value.encode("utf-8", "backslashreplace").decode() for value in values]
+
+
 def _h5_type(array_dtype: np.dtype[Any]) -> Any:
     if array_dtype.kind == "S":
         return h5py.string_dtype("utf-8", array_dtype.itemsize)
@@ -269,8 +295,13 @@ class _Lock:
         self._fd = -1
 
     def acquire(self) -> None:
-        import fcntl
-
+        try:
+            import fcntl
+        except ImportError:
+            raise StoreError(
+                f"cannot write {self._target}: on Windows embedx reads files only; write them on "
+                "Linux or macOS, or under WSL"
+            ) from None
         if self.path.resolve() in self.held:
             raise InUseError(f"{self._target} is being written by this process; close it first")
         while True:
@@ -300,7 +331,8 @@ class _Lock:
     def release(self) -> None:
         if self._fd >= 0:
             self.held.discard(self.path.resolve())
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk gone read-only: the lock ends all the same
+                self.path.unlink()
             os.close(self._fd)
             self._fd = -1
 
@@ -315,6 +347,11 @@ class _Record:
     rows_before: int
     state: int
     run: bytes
+
+    @property
+    def place(self) -> int:
+        """Its offset in ``/commit``: never that of the record before it."""
+        return self.sequence % 2 * PAGE_BYTES
 
     def pack(self) -> bytes:
         body = _RECORD.pack(
@@ -335,7 +372,11 @@ def _read_record(page: bytes, *, n_rows: int, run: bytes) -> _Record | None:
 
 
 def _newest_record(pages: Array, *, n_rows: int, run: bytes) -> _Record | None:
-    records = [_read_record(page.tobytes(), n_rows=n_rows, run=run) for page in pages]
+    seen = b""
+    while seen != (seen := pages.tobytes()):  # a writer may be at work: both of one moment
+        pass
+    found = (seen[:PAGE_BYTES], seen[PAGE_BYTES:])
+    records = [_read_record(page, n_rows=n_rows, run=run) for page in found]
     return max((r for r in records if r), key=lambda r: r.sequence, default=None)
 
 
@@ -355,6 +396,17 @@ def _row_checksums(status: Array, parts: Sequence[Array]) -> Array:
             checksum = zlib.crc32(part[i].data, checksum)
         checksums[i] = checksum
     return checksums
+
+
+def _bad_rows(row_maps: Sequence[Array], rows: slice) -> list[int]:
+    """The rows whose bytes do not match their checksum."""
+    status, stored, *maps = row_maps
+    bad: list[int] = []
+    for start in range(rows.start, rows.stop, 4096):
+        block = slice(start, min(start + 4096, rows.stop))
+        computed = _row_checksums(status[block], [m[block] for m in maps])
+        bad += (start + np.flatnonzero(computed != stored[block])).tolist()
+    return bad
 
 
 # --------------------------------------------------------------------------- writing
@@ -475,22 +527,23 @@ class Writer:
         with self._fatal():
             # Both records now become those of a file written in one go, the newest last, so that
             # an interrupted run ends with the same bytes as one that was not.
-            newest_slot = self._sequence % 2
-            for slot in (1 - newest_slot, newest_slot):
-                record = _Record(slot + 1, self.n_rows, 0, _COMPLETE, self._run)
-                self._put_record(record, slot)
-            self._disk.rename(partial_path(self.path), self.path)
-            if _running_errors_path(self.path).exists():
+            for last in (self._sequence + 1, self._sequence):
+                number = 2 - last % 2  # as odd or even as the one that it follows in its slot
+                self._put_record(_Record(number, self.n_rows, 0, _COMPLETE, self._run))
+            # The file takes its name last: whatever stops us before, the next run comes by again.
+            if not self.n_failed:
+                self._disk.remove(errors_path(self.path))
+            elif _running_errors_path(self.path).exists():
                 self._disk.rename(_running_errors_path(self.path), errors_path(self.path))
-            else:
-                errors_path(self.path).unlink(missing_ok=True)
+            self._disk.rename(partial_path(self.path), self.path)
         self.close()
         return self.path
 
     def discard(self) -> None:
         """Take the unfinished file away: it holds nothing worth going on with."""
-        for file in (partial_path(self.path), _running_errors_path(self.path)):
-            file.unlink(missing_ok=True)
+        with self._fatal():
+            for file in (partial_path(self.path), _running_errors_path(self.path)):
+                file.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -503,8 +556,8 @@ class Writer:
     def _put(self, name: str, data: Array, row: int, row_bytes: int) -> None:
         self._disk.write_all(self._fd, data, self._offsets[name] + row * row_bytes)
 
-    def _put_record(self, record: _Record, slot: int) -> None:
-        self._disk.write_all(self._fd, record.pack(), self._offsets["commit"] + slot * PAGE_BYTES)
+    def _put_record(self, record: _Record) -> None:
+        self._disk.write_all(self._fd, record.pack(), self._offsets["commit"] + record.place)
         self._disk.sync(self._fd)
 
     def _commit(self, state: int) -> None:
@@ -515,7 +568,7 @@ class Writer:
             if self._reasons:
                 _append_reasons(self.path, self._reasons, self._disk)
             self._disk.sync(self._fd)  # the rows come first: a record must never run ahead of them
-            self._put_record(record, record.sequence % 2)
+            self._put_record(record)
         self._reasons = []
         self._sequence = record.sequence
         self.rows_done = self._written
@@ -615,6 +668,7 @@ def create(
     ids: Sequence[str],
     fields: Sequence[Field],
     attrs: Mapping[str, Any],
+    item_hashes: Array | None = None,
     labels: Array | None = None,
     label_names: Sequence[str] = (),
     metadata: Mapping[str, Array | Sequence[str]] | None = None,
@@ -628,8 +682,10 @@ def create(
         ids: n unique texts, at most 1,024 bytes each.
         fields: The datasets to stream, at least one.
         attrs: Root attributes; ``id`` must be there and says what decides the rows.
-        labels: Shape ``(n,)``, indices into ``label_names``, -1 for none.
-        label_names: Names of the labels.
+        item_hashes: Shape ``(n,)`` uint64, what each item was, to name those that changed.
+        labels: Shape ``(n,)``, indices into ``label_names``, -1 for none. Labels that are known
+            row by row alone are a field ``labels`` of int32.
+        label_names: Names of the labels; of a field ``labels`` they may be left out.
         metadata: Columns of n numbers or n texts.
         replace: Take the place of a file that is there, once this one is complete.
         disk: The calls to the operating system.
@@ -646,11 +702,15 @@ def create(
     columns: dict[str, Array] = {"ids": encode_texts(ids, what="the id")}
     if len(np.unique(columns["ids"])) != n_rows:
         raise StoreError("two ids are the same; make every id unique")
-    for name, values in {"labels": labels, **(metadata or {})}.items():
+    given = {"item_hashes": item_hashes, "labels": labels, **(metadata or {})}
+    for name, values in given.items():
         if values is not None and len(values) != n_rows:
             raise StoreError(f"{name} has {len(values)} values for {n_rows} rows; give one a row")
+    if item_hashes is not None:
+        columns["item_hashes"] = np.asarray(item_hashes, dtype=np.uint64)
     if labels is not None:
         columns["labels"] = np.asarray(labels, dtype=np.int32)
+    if labels is not None or label_names:
         columns["label_names"] = encode_texts(label_names, what="the label")
     for name, column in (metadata or {}).items():
         array = np.asarray(column)
@@ -670,18 +730,14 @@ def create(
         "n_rows": n_rows,
         "row_fields": json.dumps([f.name for f in fields]),
     }
-    need = 2**17 + sum(
-        int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 2 * PAGE_BYTES
-        for shape, dtype in [*streamed.values(), *((c.shape, c.dtype) for c in columns.values())]
-    )
+    layout = {name: (column.shape, column.dtype) for name, column in columns.items()} | streamed
+    skeleton, offsets = _lay_out(layout, root=root, attrs={f.name: f.attrs for f in fields})
 
     lock = _Lock(path)
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    made: list[Path] = []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in made:
-            disk.sync_folder(folder.parent)
+        made = disk.make_folder(path.parent)
         lock.acquire()
         if path.exists() and not replace:
             raise StoreError(f"{path} exists already; pass overwrite=true to replace it")
@@ -690,26 +746,19 @@ def create(
         _sweep(path)
         run = _run_bytes(str(attrs["id"]))
         first = _Record(1, 0, 0, _RUNNING, run)
-        _allocate(tmp, need, disk)  # a full disk shows here: HDF5 itself would crash on it
-        layout = {name: (column.shape, column.dtype) for name, column in columns.items()}
-        _lay_out(tmp, {**layout, **streamed}, root=root, attrs={f.name: f.attrs for f in fields})
-        _allocate(tmp, tmp.stat().st_size, disk)
-        with _Skeleton(tmp) as skeleton:
-            offsets = skeleton.offsets({**layout, **streamed})
-        fd = os.open(tmp, os.O_RDWR)
+        fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
+            disk.allocate(fd, skeleton.size)  # a full disk shows here
+            for page, data in sorted(skeleton.pages.items()):
+                disk.write_all(fd, bytes(data[: skeleton.size - page]), page)
             for name, column in columns.items():
                 disk.write_all(fd, column, offsets[name])
-            if not hasattr(os, "posix_fallocate"):  # HDF5 left holes there: a full disk shows now
-                for field in fields:
-                    disk.fill(fd, offsets[field.name], n_rows * field.row_bytes)
-            slot = first.sequence % 2
-            disk.write_all(fd, first.pack(), offsets["commit"] + slot * PAGE_BYTES)
+            disk.write_all(fd, first.pack(), offsets["commit"] + first.place)
             disk.sync(fd)
         finally:
             os.close(fd)
-        _running_errors_path(path).unlink(missing_ok=True)
         disk.rename(tmp, partial_path(path))
+        disk.remove(_running_errors_path(path))
         return Writer(
             path,
             fields=fields,
@@ -725,7 +774,7 @@ def create(
         lock.release()
         _remove_quietly(tmp, *made)  # a refused run leaves nothing behind
         if isinstance(error, OSError):
-            raise _disk_error(error, path, need) from error
+            raise _disk_error(error, path, skeleton.size) from error
         raise
 
 
@@ -741,22 +790,62 @@ def _remove_quietly(*paths: Path) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _allocate(path: Path, n_bytes: int, disk: DiskIO) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        disk.allocate(fd, n_bytes)
-    finally:
-        os.close(fd)
+class _Image(io.RawIOBase):
+    """A file in memory that keeps the pages that were written alone, so that rows cost nothing."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, bytearray] = {}
+        self.size = 0
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        for done, page, start, n in self._pieces(len(view)):
+            view[done : done + n] = self.pages.get(page, bytes(PAGE_BYTES))[start : start + n]
+        return len(view)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for done, page, start, n in self._pieces(len(view)):
+            kept = self.pages.setdefault(page, bytearray(PAGE_BYTES))
+            kept[start : start + n] = view[done : done + n]
+        self.size = max(self.size, self._at)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._at if size is None else size
+        return self.size
+
+    def _pieces(self, n_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """The next bytes page by page: how many went before, the page, where in it, how many."""
+        done = 0
+        while done < n_bytes:
+            start = self._at % PAGE_BYTES
+            n = min(n_bytes - done, PAGE_BYTES - start)
+            yield done, self._at - start, start, n
+            done, self._at = done + n, self._at + n
 
 
 def _lay_out(
-    path: Path,
     layout: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
     *,
     root: Mapping[str, Any],
     attrs: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Let HDF5 make the skeleton: every dataset allocated, every attribute written, closed."""
+) -> tuple[_Image, dict[str, int]]:
+    """Let HDF5 make the skeleton: every dataset allocated, every attribute written, closed.
+
+    It does so in memory: on a disk that fills meanwhile HDF5 crashes.
+
+    Returns:
+        The file without its rows, and the offset of each dataset.
+    """
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -764,8 +853,9 @@ def _lay_out(
     creation.set_obj_track_times(False)  # equal runs give equal bytes
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
+    image, offsets = _Image(), {}
     with h5py.File(
-        path, "w", libver="earliest", alignment_threshold=1, alignment_interval=PAGE_BYTES
+        image, "w", libver="earliest", alignment_threshold=1, alignment_interval=PAGE_BYTES
     ) as file:
         for key, value in root.items():
             file.attrs[key] = value
@@ -781,6 +871,9 @@ def _lay_out(
             dataset = h5py.Dataset(dataset_id)
             for key, value in attrs.get(name, {}).items():
                 dataset.attrs[key] = value
+            # An empty dataset has no place in the file, and nothing is written to it.
+            offsets[name] = int(dataset_id.get_offset() or 0)
+    return image, offsets
 
 
 def resume(
@@ -804,12 +897,12 @@ def resume(
     if not partial.exists():
         return None
     lock = _Lock(path)
-    lock.acquire()
     try:
+        lock.acquire()
         if not partial.exists():  # its owner finished while we waited for the lock
             lock.release()
             return None
-        with _Skeleton(partial) as skeleton:
+        with _reading(partial), _Skeleton(partial) as skeleton:
             attrs = skeleton.check_embeddings()
             for key, value in (expected or {}).items():
                 if attrs.get(key) != value:
@@ -827,7 +920,7 @@ def resume(
                     f"{partial} holds no valid commit record; start anew with overwrite=true"
                 )
             last = slice(newest.rows_before, newest.rows_done)
-            if bad := skeleton.bad_rows(fields, last):
+            if bad := _bad_rows(skeleton.row_maps(fields), last):
                 raise StoreError(
                     f"{partial}: row {bad[0]} of the last commit does not match its checksum; "
                     "start anew with overwrite=true"
@@ -836,11 +929,12 @@ def resume(
         _sweep(path)
         listing = _running_errors_path(path)
         if listing.exists():
-            kept = [r for r in read_reasons(path) if r["row"] < newest.rows_done]
+            failed = set(np.flatnonzero(status == Status.FAILED).tolist())
+            kept = [r for r in read_reasons(path) if r["row"] in failed]
             if kept:
                 replace_file(listing, _reason_lines(kept), disk=disk)
             else:
-                listing.unlink()
+                disk.remove(listing)
         return Writer(
             path,
             fields=fields,
@@ -852,8 +946,10 @@ def resume(
             lock=lock,
             disk=disk,
         )
-    except BaseException:
+    except BaseException as error:
         lock.release()
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            raise _disk_error(error, path, PAGE_BYTES) from error
         raise
 
 
@@ -878,7 +974,6 @@ class _Skeleton:
             if stat.S_ISREG(about.st_mode):  # opening a pipe would wait for ever
                 with path.open("rb") as file:
                     magic = file.read(8)
-            self.size_bytes = about.st_size
         except FileNotFoundError:
             raise StoreError(f"{path} is not there; check the path") from None
         except OSError as error:
@@ -887,19 +982,30 @@ class _Skeleton:
             raise StoreError(f"{path} is a folder; name the file in it")
         if magic != b"\x89HDF\r\n\x1a\n":
             raise StoreError(f"{path} is not an HDF5 file; name a file that embedx wrote")
-        try:
-            self._file = h5py.File(path, "r")
-        except OSError as error:
-            raise StoreError(
-                f"{path} does not open as HDF5, it may be truncated ({first_line(error)}); "
-                "make it anew"
-            ) from None
+        while True:
+            with contextlib.ExitStack() as stack:
+                try:
+                    self._bytes = stack.enter_context(path.open("rb"))
+                    self._file = stack.enter_context(h5py.File(path, "r"))
+                    named, about = path.stat(), os.fstat(self._bytes.fileno())
+                except FileNotFoundError:
+                    raise StoreError(f"{path} was renamed meanwhile; open it again") from None
+                except OSError as error:
+                    raise StoreError(
+                        f"{path} does not open as HDF5, it may be truncated ({first_line(error)}); "
+                        "make it anew"
+                    ) from None
+                # Else another file took the name meanwhile, with rows in other places.
+                if os.path.samestat(named, about):
+                    self.size_bytes = about.st_size
+                    self._opened = stack.pop_all()
+                    return
 
     def __enter__(self) -> "_Skeleton":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._opened.close()
 
     def check_embeddings(self) -> dict[str, Any]:
         """The root attributes, once every dataset has the shape and kind that is promised."""
@@ -911,9 +1017,12 @@ class _Skeleton:
         self.expect("status", (n_rows,), "u", 1)
         self.expect("row_crc32", (n_rows,), "u", 4)
         self.expect("commit", (2, PAGE_BYTES), "u", 1)
+        if self.has("item_hashes"):
+            self.expect("item_hashes", (n_rows,), "u", 8)
         if self.has("labels"):
             self.expect("labels", (n_rows,), "i", 4)
-            self.expect("label_names", (None,), "S")
+            if self.has("label_names") or "labels" not in self._streamed():
+                self.expect("label_names", (None,), "S")
         for name in self.names("metadata"):
             self.expect(name, (n_rows,), _KINDS)
         for name in self._streamed():
@@ -1001,23 +1110,16 @@ class _Skeleton:
         if dataset.size == 0:
             return np.empty(dataset.shape, dataset.dtype)
         return np.memmap(
-            self.path,
+            self._bytes,
             mode="r",
             dtype=dataset.dtype,
             shape=dataset.shape,
             offset=dataset.id.get_offset(),
         )
 
-    def bad_rows(self, fields: Sequence[Field], rows: slice) -> list[int]:
-        """The rows whose bytes do not match their checksum."""
-        status, stored = self.map("status"), self.map("row_crc32")
-        maps = [self.map(field.name) for field in fields]
-        bad: list[int] = []
-        for start in range(rows.start, rows.stop, 4096):
-            block = slice(start, min(start + 4096, rows.stop))
-            computed = _row_checksums(status[block], [m[block] for m in maps])
-            bad += (start + np.flatnonzero(computed != stored[block])).tolist()
-        return bad
+    def row_maps(self, fields: Sequence[Field]) -> list[Array]:
+        """What :func:`_bad_rows` takes."""
+        return [self.map(name) for name in ("status", "row_crc32", *(f.name for f in fields))]
 
     def _link(self, name: str) -> h5py.Group | h5py.Dataset | None:
         node: Any = self._file
@@ -1088,7 +1190,7 @@ class Embeddings:
         ids: n unique texts, row by row.
         status: Shape ``(n,)`` uint8 of :class:`Status`.
         labels: Shape ``(n,)`` int32, -1 for none, or None where the data has no labels.
-        label_names: Names that ``labels`` counts through.
+        label_names: Names that ``labels`` counts through; empty where each number is its own name.
         metadata: Further columns, each of n numbers or texts.
         embeddings: For each capture point an array ``(n, d)``.
         outputs: What else was saved row by row, such as ``logits`` ``(n, classes)``.
@@ -1099,7 +1201,8 @@ class Embeddings:
         self.path = path
         with _reading(path), _Skeleton(path) as skeleton:
             self.attrs = skeleton.check_embeddings()
-            self._fields = skeleton.fields()
+            fields = skeleton.fields()
+            self._row_maps = skeleton.row_maps(fields)
             size = int(self.attrs["n_rows"])
             newest = _newest_record(
                 skeleton.map("commit"), n_rows=size, run=_run_bytes(str(self.attrs["id"]))
@@ -1115,9 +1218,12 @@ class Embeddings:
             self.label_names: list[str] = []
             if skeleton.has("labels"):
                 self.labels = np.array(skeleton.map("labels")[done])
-                self.label_names = _decode(skeleton.map("label_names"))
+                names_end = 2**31
+                if skeleton.has("label_names"):
+                    self.label_names = _decode(skeleton.map("label_names"))
+                    names_end = len(self.label_names)
                 if len(self.labels) and not (
-                    self.labels.min() >= -1 and self.labels.max() < len(self.label_names)
+                    self.labels.min() >= -1 and self.labels.max() < names_end
                 ):
                     raise StoreError(f"{path} is damaged: a label has no name; make it anew")
             self.metadata: dict[str, Array | list[str]] = {}
@@ -1125,7 +1231,7 @@ class Embeddings:
                 column = np.array(skeleton.map(name)[done])
                 plain = _plain_name(name.removeprefix("metadata/"))
                 self.metadata[plain] = _decode(column) if column.dtype.kind == "S" else column
-            order = [f.name for f in self._fields]
+            order = [f.name for f in fields]
             self.embeddings = {
                 _plain_name(n.removeprefix("embeddings/")): skeleton.map(n)[done]
                 for n in order
@@ -1183,7 +1289,8 @@ class Embeddings:
         """The label of each row as text, ``""`` for none, or None where there are no labels."""
         if self.labels is None:
             return None
-        return [self.label_names[label] if label >= 0 else "" for label in self.labels]
+        names = self.label_names or {label: str(label) for label in np.unique(self.labels).tolist()}
+        return [names[label] if label >= 0 else "" for label in self.labels.tolist()]
 
     def to_pandas(self) -> "pandas.DataFrame":
         """A frame with one row a sample, indexed by id: label, status, metadata, embeddings.
@@ -1208,8 +1315,19 @@ class Embeddings:
 
     def verify(self) -> list[int]:
         """Check the checksum of every committed row; returns the rows that do not match."""
-        with _Skeleton(self.path) as skeleton:
-            return skeleton.bad_rows(self._fields, slice(0, self.n_rows))
+        return _bad_rows(self._row_maps, slice(0, self.n_rows))
+
+
+def read_items(path: Path) -> tuple[list[str], Array | None]:
+    """The ids of all n items of a file, written or not yet, and their hashes if it has them.
+
+    Raises:
+        StoreError: It is damaged or not a file of embedx.
+    """
+    with _reading(path), _Skeleton(path) as skeleton:
+        skeleton.check_embeddings()
+        hashes = np.array(skeleton.map("item_hashes")) if skeleton.has("item_hashes") else None
+        return _decode(skeleton.map("ids")), hashes
 
 
 def find_embeddings(where: str | os.PathLike[str]) -> Path:
@@ -1419,7 +1537,8 @@ def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str,
     if opened.thumbnails is not None:
         about["thumbnails"] = f"{list(opened.thumbnails.shape)} {opened.thumbnails.dtype}"
     if opened.labels is not None:
-        about["labels"] = f"{len(opened.label_names)} classes"
+        n_used = len(set(opened.label_texts() or ()) - {""})
+        about["labels"] = f"{len(opened.label_names) or n_used} classes"
     about.update({f"metadata/{name}": len(col) for name, col in opened.metadata.items()})
     hidden = {"n_rows", "row_fields"}
     about.update({key: value for key, value in opened.attrs.items() if key not in hidden})

@@ -48,6 +48,7 @@ PALETTE_BESIDE_OTHER = tuple(shade for shade in PALETTE if shade not in ("#94a4a
 PANEL_IN = 5.2
 PANELS_ACROSS = 3
 DPI = 150
+NOTEBOOK_PX_PER_IN = 100
 NAMED_FROM = 10  # points of a class: a name would hide fewer
 
 # (name, colour, mask of the rows)
@@ -81,7 +82,7 @@ def view(
         port: For TensorBoard.
 
     Returns:
-        The figure with all projections, or None after serving.
+        The figure with all projections, which a notebook shows; None after serving.
 
     Raises:
         ConfigError: No such column, or the port is in use.
@@ -174,8 +175,9 @@ def _draw(
     try:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
-        from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
+
+        figure_class = _figure_class()
     except ImportError:
         raise missing_extra("matplotlib", extra="viz", needed_for="view") from None
     across = min(len(maps), PANELS_ACROSS)
@@ -183,7 +185,7 @@ def _draw(
     longest = max((len(_legible(name)) for name, _, _ in groups or ()), default=0)
     # Beside the panels a legend takes about 0.09 inch a letter.
     size_in = (PANEL_IN * across + 0.7 + 0.09 * longest, PANEL_IN * down + 0.6)
-    figure = Figure(figsize=size_in, layout="constrained")
+    figure = figure_class(figsize=size_in, layout="constrained")
     scale = None
     if values is not None and groups is None:
         numbers = np.asarray(values, dtype=np.float64)
@@ -219,13 +221,31 @@ def _draw(
     return figure
 
 
+def _figure_class() -> type["Figure"]:
+    from matplotlib.figure import Figure
+
+    class MapFigure(Figure):
+        """A figure that a notebook shows by itself, unknown to pyplot, which would keep it."""
+
+        def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+            # Fine enough for a dense screen, in the size that the figure has on paper.
+            width_in, height_in = self.get_size_inches()
+            return _png(self), {
+                "width": round(width_in * NOTEBOOK_PX_PER_IN),
+                "height": round(height_in * NOTEBOOK_PX_PER_IN),
+            }
+
+    return MapFigure
+
+
 def _title(projection: Projection, maps: Sequence[Projection]) -> str:
-    method = str(projection.attrs["method"])
+    method, layer = str(projection.attrs["method"]), projection.attrs["layer"]
     title = {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}.get(method, method)
-    if [other.attrs["method"] for other in maps].count(method) > 1:
+    alike = [m for m in maps if (m.attrs["method"], m.attrs["layer"]) == (method, layer)]
+    if len(alike) > 1:
         title = projection.name
     if len({other.attrs["layer"] for other in maps}) > 1:
-        title += f" of {projection.attrs['layer']}"
+        title += f" of {layer}"
     score = projection.attrs.get("trustworthiness")
     return _legible(title) + (f"  (trustworthiness {score:.3f})" if score is not None else "")
 
@@ -317,14 +337,18 @@ def _write_names(
         )
 
 
-def _save(figure: "Figure", path: Path) -> Path:
+def _png(figure: "Figure") -> bytes:
     import warnings
 
     data = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(data, format="png", dpi=DPI, metadata={"Software": "embedx"})
-    return store.replace_file(path, data.getvalue())
+    return data.getvalue()
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    return store.replace_file(path, _png(figure))
 
 
 def _serve(folder: Path, *, port: int, show: bool) -> None:

@@ -10,17 +10,19 @@ import pytest
 import embedx
 
 PACKAGE = Path(embedx.__file__).parent
-PARTS = ["neighbors", "data", "models", "hooks", "pooling"]
+PARTS = ["neighbors", "data", "checkpoints", "models", "hooks", "pooling"]
 STAGES = ["extract", "project", "evaluate", "export", "view"]
 # Module -> modules of embedx it may import.
 MAY_IMPORT = {
     "errors": [],
     "progress": [],
     "checks": ["errors"],
+    "configs": ["errors"],
     "store": ["errors"],
     **{part: ["checks", "errors", "store"] for part in PARTS},
-    **{stage: ["checks", "errors", "progress", "store", *PARTS] for stage in STAGES},
-    "cli": ["__init__", "checks", "errors", "store", *PARTS, *STAGES],
+    "models": ["checkpoints", "errors"],
+    **{stage: ["checks", "configs", "errors", "progress", "store", *PARTS] for stage in STAGES},
+    "cli": ["__init__", "checks", "configs", "errors", "store", *PARTS, *STAGES],
     "__main__": ["cli"],
     "__init__": ["store", "hooks", *STAGES],
 }
@@ -30,12 +32,15 @@ OWNERS = {
     "hydra": {"cli"},
     "omegaconf": {"cli"},
     "torchvision": {"models"},
+    "timm": {"models"},
+    "huggingface_hub": {"models"},
+    "safetensors": {"checkpoints"},
     "umap": {"project"},
     "openTSNE": {"project"},
     "tensorboard": {"export"},
     "matplotlib": {"view"},
 }
-TORCH_AT_THE_TOP = {"extract", "hooks", "models", "pooling"}
+TORCH_AT_THE_TOP = {"checkpoints", "extract", "hooks", "models", "pooling"}
 SPELLINGS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 
 

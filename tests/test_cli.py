@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 import yaml
 
 from embedx import cli, store
-from embedx.cli import STAGES, conf_dir
+from embedx.cli import FLAGS, STAGES
+from embedx.configs import Configs, conf_dir, override
+from embedx.errors import ConfigError
 
 Here = Callable[..., tuple[int, list[str], list[str]]]
 Run = Callable[..., object]
@@ -22,7 +26,12 @@ TINY = ("model=alexnet", "model.weights=null", "model.input_size=64", "data.limi
 # Command line -> exit status and the one line it must end with.
 MISTAKES = {
     "extrct": (2, r"ConfigError: there is no stage 'extrct'; .* the nearest is extract"),
-    "--bogus": (2, r"ConfigError: there is no flag '--bogus'; .*"),
+    "--bogus": (2, r"ConfigError: there is no flag '--bogus'; a stage comes first, one of run, .*"),
+    "-m extract": (2, r"ConfigError: -m comes after the stage: python -m embedx extract -m"),
+    "extract model=alexnet --multi-run": (
+        2,
+        r"ConfigError: there is no flag '--multi-run'; the nearest is --multirun, and .* --help",
+    ),
     "extract": (1, r"ConfigError: extract needs a model: pass model=NAME, one of alexnet, .*"),
     "layers": (1, r"ConfigError: layers needs a model: pass model=NAME, one of alexnet, .*"),
     "run data=digits": (1, r"ConfigError: run needs a model: .*"),
@@ -70,11 +79,11 @@ MISTAKES = {
     ),
     "extract model=resnet18 batch_size=many": (
         1,
-        r"ConfigError: batch_size must be a whole number, not 'many'",
+        r"ConfigError: batch_size must be a whole number or null, not 'many'",
     ),
     "extract model=resnet18 batch_size=true": (
         1,
-        r"ConfigError: batch_size must be a whole number, not true",
+        r"ConfigError: batch_size must be a whole number or null, not true",
     ),
     "extract model=alexnet model.weights=null batch_size=-1": (
         1,
@@ -161,7 +170,7 @@ MISTAKES = {
     ),
     "extract model=own model._target_=torch.pi": (
         1,
-        r"ConfigError: model._target_=torch.pi is a float, not a callable",
+        r"ConfigError: model._target_=torch.pi is a float, not a callable; name a function .*",
     ),
     "extract model=own model._target_=torch.nn.Linear": (
         1,
@@ -294,10 +303,14 @@ def _unreachable(*_: object, **__: object) -> None:
     raise OSError("no network in tests")
 
 
-def test_an_unknown_flag_of_a_stage_exits_2(embedx_here: Here) -> None:
-    status, _, err = embedx_here("extract", "model=alexnet", "--bogus")
-    assert status == 2
-    assert "unrecognized arguments: --bogus" in err[-1]
+def test_the_flags_are_those_of_hydra() -> None:
+    from hydra._internal.utils import get_args_parser
+
+    actions = get_args_parser()._actions
+    takes_value = {
+        o: a.nargs is None and a.dest != "version" for a in actions for o in a.option_strings
+    }
+    assert takes_value == FLAGS
 
 
 @pytest.mark.parametrize("spelling", ["model=alexnet", "+model=alexnet", "++model=alexnet"])
@@ -344,8 +357,9 @@ def test_names_tell_settings_apart_and_a_done_run_is_recognised(
     status, _, err = embedx_here("extract", *usual, "data.limit=9", "name=mine")
     assert status == 1
     assert re.fullmatch(
-        r"StoreError: outputs/mine/embeddings.h5 holds another run: rows is 12 there and 9 "
-        r"here; choose another name or out folder, or replace it with overwrite=true",
+        r"StoreError: outputs/mine/embeddings.h5 holds another run: the data has changed since: "
+        r"12 samples there and 9 here; choose another name or out folder, or replace it with "
+        r"overwrite=true",
         err[-1],
     )
     assert extract(*usual, "data.limit=9", "name=mine", "overwrite=true") == "mine"
@@ -436,7 +450,7 @@ def test_cfg_job_shows_the_composed_config(embedx_here: Here) -> None:
 
 def test_every_config_file_composes_and_fits_the_function_it_calls() -> None:
     for group in ("model", "data", "projection", "exporter"):
-        for name in cli._options(group):
+        for name in Configs().options(group):
             node = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
             if node["_target_"] == "???":
                 node["_target_"] = "torch.nn.Identity"
@@ -560,7 +574,7 @@ def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> Non
     ],
 )
 def test_what_hydra_would_misread_is_mended_before_it(typed: str, sent: str) -> None:
-    assert cli._prepare("extract", [typed])[0] == sent
+    assert cli._prepare("extract", [typed], Configs())[0] == sent
 
 
 def test_a_model_of_ones_own_from_here(embedx_here: Here, tmp_path: Path) -> None:
@@ -606,3 +620,258 @@ def test_as_a_process_it_prints_no_warning_and_ends_with_the_status(run: Run) ->
     version = run("--version")
     assert re.fullmatch(r"embedx \d+\.\d+\.\d+\n", version.stdout)
     assert os.path.isdir(conf_dir())
+
+
+# --------------------------------------------------------------------------- files of one's own
+
+
+@pytest.fixture
+def my_conf(tmp_path: Path) -> Path:
+    """A folder of config files of a user's own: a model, a data source and a projection."""
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "from torch import nn\n"
+        "from embedx.project import Result\n"
+        "def net(depth):\n"
+        "    body = [nn.Linear(12, 12) for _ in range(depth)]\n"
+        "    return nn.Sequential(nn.Flatten(), *body, nn.Linear(12, 2))\n"
+        "def rows(n):\n"
+        "    return np.random.default_rng(0).normal(size=(n, 3, 2, 2)).astype('float32')\n"
+        "def first(x, *, n_components=2):\n"
+        "    return Result(x[:, :n_components])\n"
+    )
+    for name, text in {
+        "model/net": "_target_: mine.net\ndepth: 1\n",
+        "data/rows": "_target_: mine.rows\nn: 9\n",
+        "projection/first": "_target_: mine.first\nn_components: 2\n",
+    }.items():
+        path = tmp_path / "my conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    return tmp_path / "my conf"
+
+
+def test_a_model_data_and_a_projection_come_in_by_one_file_each(
+    my_conf: Path, embedx_here: Here, tmp_path: Path
+) -> None:
+    mine = ("--config-dir", "my conf")
+    status, out, err = embedx_here("extract", *mine, "model=net", "data=rows", "model.depth=2")
+    assert (status, err) == (0, [])
+    (run,) = (tmp_path / "outputs").iterdir()
+    assert re.fullmatch("net-rows-[0-9a-f]{6}", run.name)
+    opened = store.open(run)
+    assert opened.embeddings["3:input"].shape == (9, 12)
+    assert opened.attrs["model"] == "net"
+    status, out, err = embedx_here(
+        "project", *mine, "projection=first", "projection.n_components=3"
+    )
+    assert (status, err) == (0, [])
+    (found,) = store.projections_of(opened)
+    assert (found.coords == opened.embeddings["3:input"][:, :3]).all()
+    status, out, err = embedx_here("layers", *mine, "model=net", "+model.input_size=2")
+    assert out[-1] == (
+        "next: python -m embedx extract --config-dir 'my conf' model=net +model.input_size=2 "
+        "'layers=[penultimate]'"
+    )
+    for words, message in {
+        ("model=nett",): r"ConfigError: there is no model 'nett'; the nearest are net, .*",
+        (
+            "model=net",
+            "model.dept=3",
+        ): r"ConfigError: .*'model.dept'; the nearest are model.depth.*",
+        (
+            "model=net",
+            "data=rows",
+            "data.m=3",
+        ): r"ConfigError: there is no key 'data.m'; .*data.n.*",
+    }.items():
+        status, _, err = embedx_here("extract", *mine, *words)
+        assert status == 1
+        assert re.fullmatch(message, err[-1]), err
+
+
+def test_a_folder_of_config_files_that_cannot_be_used_is_one_line(
+    my_conf: Path, embedx_here: Here
+) -> None:
+    (my_conf / "model" / "resnet18.yaml").write_text("_target_: mine.net\n")
+    (my_conf.parent / "other" / "model").mkdir(parents=True)
+    (my_conf.parent / "other" / "model" / "odd.yaml").write_text("a: [\n")
+    for words, message in {
+        ("--config-dir", "nope"): r"ConfigError: --config-dir nope is not a folder; .*",
+        ("--config-dir=my conf",): r"ConfigError: .*embedx has model/resnet18.yaml too; rename .*",
+        (
+            "--config-dir",
+            "other",
+        ): r"ConfigError: other/model/odd.yaml is not YAML: while parsing .*",
+        ("--config-name", "x"): r"ConfigError: --config-name would .*: --config-dir FOLDER",
+    }.items():
+        status, _, err = embedx_here("extract", "model=odd", *words)
+        assert status == 1
+        assert len(err) == 1
+        assert re.fullmatch(message, err[0]), err
+
+
+def pressed_tab(line: str, cwd: Path) -> list[str]:
+    """What bash offers at the end of a line, by the function that ``-sc install=bash`` gives."""
+    script = """
+        eval "$(embedx -sc install=bash)"
+        COMP_LINE=$1
+        COMP_WORDS=($1)
+        [ "${1% }" = "$1" ] || COMP_WORDS+=("")
+        COMP_POINT=${#1}
+        COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+        hydra_bash_completion
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", line],
+        cwd=cwd,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    {
+        "embedx ex": {"extract", "export"},
+        "embedx extract model=res": {"model=resnet18", "model=resnet50"},
+        "embedx extract +model=resnet1": {"+model=resnet18"},
+        "embedx extract batch": {"batch_size="},
+        "embedx extract model=alexnet model.inp": {"model.input_size="},
+        "embedx project projection=t": {"projection=tsne"},
+        "embedx project projection=tsne projection.per": {"projection.perplexity="},
+        "embedx extract --config-dir mine model=my": {"model=mynet"},
+        "embedx extract data=folder data.root=./ph": {"data.root=./photos"},
+        "embedx nostage mo": set(),
+    }.items(),
+)
+def test_tab_completes_in_bash(line: str, offered: set[str], tmp_path: Path, photos: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "mynet.yaml").write_text("_target_: torch.nn.Identity\n")
+    assert set(pressed_tab(line, tmp_path)) == offered
+
+
+# --------------------------------------------------------------------------- made again
+
+
+def again(path: Path, embedx_here: Here) -> list[str]:
+    status, out, err = embedx_here("info", override("path", path).strip("'"))
+    assert (status, err) == (0, [])
+    (line,) = [line for line in out if line.startswith("again ")]
+    assert line.split("again", 1)[1].strip().startswith("python -m embedx ")
+    return shlex.split(line.split("python -m embedx ")[1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TINY, "batch_size=5", "layers=[features.3,classifier.5]", "pooling=[gap,none]"),
+        (*TINY, "dtype=float16", "save_outputs=true", "thumbnails=0", 'name="a, b=c\'d"'),
+        ("--config-dir", "my conf", "model=net", "data=rows", "data.n=7", "out=de/ep"),
+        (*TINY[:3], "data=folder", "data.root=photos", "data.labels=none", "model.resize=70"),
+    ],
+)
+def test_the_command_that_info_prints_makes_the_same_file(
+    words: tuple[str, ...], my_conf: Path, photos: Path, embedx_here: Here, tmp_path: Path
+) -> None:
+    status, out, err = embedx_here("extract", *words)
+    assert (status, err) == (0, [])
+    path = next(tmp_path.glob("*/*/embeddings.h5"))
+    before = path.read_bytes()
+    command = again(path.relative_to(tmp_path), embedx_here)
+    status, out, err = embedx_here(*command)
+    assert (status, err) == (0, [])
+    assert any(line.endswith("nothing to do") for line in out)
+    elsewhere = [*command[:-1], "out=else/where"]
+    status, out, err = embedx_here(*elsewhere)
+    assert (status, err) == (0, [])
+    assert (
+        (tmp_path / "else" / "where" / "embeddings.h5").read_bytes() == before == path.read_bytes()
+    )
+    # Handed on without config.yaml, the command has of a path its last part alone.
+    path.with_name("config.yaml").unlink()
+    assert again(path, embedx_here)[:-1] == command[:-1]
+
+
+def test_the_command_of_a_projection_finds_it_done_and_makes_it_again(
+    my_conf: Path, embedx_here: Here, tmp_path: Path
+) -> None:
+    assert embedx_here("extract", *TINY, "name=run")[0] == 0
+    for words in (
+        ("projection=umap", "projection.n_neighbors=50"),  # clamped: what was asked for counts
+        ("projection=pca", "projection.n_components=3"),
+    ):
+        assert embedx_here("project", *words)[0] == 0
+    for path in sorted((tmp_path / "outputs" / "run" / "projections").iterdir()):
+        before = path.read_bytes()
+        command = again(path.relative_to(tmp_path), embedx_here)
+        status, out, err = embedx_here(*command)
+        assert (status, err) == (0, [])
+        assert any(line.endswith("nothing to do") for line in out)
+        path.unlink()
+        assert embedx_here(*command)[0] == 0
+        assert path.read_bytes() == before
+    assert len(list((tmp_path / "outputs" / "run" / "projections").iterdir())) == 2
+
+
+def test_info_says_what_was_made_from_python(embedx_here: Here, tmp_path: Path) -> None:
+    import torch
+
+    import embedx
+
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    run = embedx.extract(net, torch.ones(5, 3), layers="0", out=tmp_path / "run")
+
+    def first(x: object) -> object:
+        from embedx.project import Result
+
+        return Result(x[:, :2])  # type: ignore[index]
+
+    embedx.project(run, method=first)
+    status, out, _ = embedx_here("info", "path=run")
+    assert status == 0
+    assert re.search(r"^again +made from Python, by embedx.extract$", "\n".join(out), re.M)
+    (path,) = (tmp_path / "run" / "projections").iterdir()
+    status, out, _ = embedx_here("info", f"path={path}")
+    assert status == 0
+    assert re.search(
+        r"^again +made from Python, by embedx.project with .*first", "\n".join(out), re.M
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (None, "k=null"),
+        (True, "k=true"),
+        (3, "k=3"),
+        (0.5, "k=0.5"),
+        ("resnet18", "k=resnet18"),
+        ("null", "'k=\"null\"'"),
+        ("12", "'k=\"12\"'"),
+        ("outputs/a-b/c.h5", "k=outputs/a-b/c.h5"),
+        ("a, b", "'k=\"a, b\"'"),
+        (["a", 1, None], "'k=[a,1,null]'"),
+        ({"a": [1]}, "'k={a:[1]}'"),
+    ],
+)
+def test_a_value_is_written_as_hydra_reads_it_back(value: object, word: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    assert override("k", value) == word
+    (typed,) = shlex.split(word)
+    assert OverridesParser.create().parse_override(typed).value() == value
+
+
+def test_a_config_file_that_holds_no_keys_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="must hold keys and values"):
+        Configs(str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no model/none.yaml in"):
+        Configs().document("model/none")

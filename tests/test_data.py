@@ -42,6 +42,107 @@ def _png(width: int, height: int, *, color: int, bits: int, rows: bytes) -> byte
 # --------------------------------------------------------------------------- pictures
 
 
+def _cmyk(c: int, m: int, y: int, k: int) -> list[float]:
+    return [(255 - ink) * (255 - k) / 255 for ink in (c, m, y)]
+
+
+def _ycbcr(y: int, cb: int, cr: int) -> list[float]:
+    """ITU-R BT.601 as JPEG uses it (JFIF 1.02)."""
+    cb, cr = cb - 128, cr - 128
+    return [y + 1.402 * cr, y - 0.344136 * cb - 0.714136 * cr, y + 1.772 * cb]
+
+
+def _cie(lightness: int) -> list[float]:
+    """A neutral of CIELAB in sRGB."""
+    y = ((100 * lightness / 255 + 16) / 116) ** 3
+    return [255 * (1.055 * y ** (1 / 2.4) - 0.055)] * 3
+
+
+def _on_white(color: tuple[int, int, int], alpha: int) -> list[float]:
+    return [255 + (channel - 255) * alpha / 255 for channel in color]
+
+
+COLORS = [(255, 0, 0), (30, 120, 200), (250, 240, 10)]
+ALPHAS = [0, 51, 255]
+LOSSLESS = "bmp gif png ppm tif webp"
+# Mode of Pillow -> formats that hold it, three pixels of it, and what they are in RGB.
+MODES: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "1": (f"{LOSSLESS} jpg", [0, 255, 0], [[0] * 3, [255] * 3, [0] * 3]),
+    "L": (f"{LOSSLESS} jpg", [0, 100, 255], [[0] * 3, [100] * 3, [255] * 3]),
+    "P": ("bmp gif png tif webp", [2, 0, 1], [COLORS[2], COLORS[0], COLORS[1]]),
+    "PA": ("tif webp", [(i, ALPHAS[i]) for i in range(3)],
+           [_on_white(COLORS[i], ALPHAS[i]) for i in range(3)]),
+    "LA": ("png tif webp", [(40, alpha) for alpha in ALPHAS],
+           [_on_white((40, 40, 40), alpha) for alpha in ALPHAS]),
+    "RGB": (f"{LOSSLESS} jpg", COLORS, COLORS),
+    "RGBX": ("tif webp jpg", [(*color, 9) for color in COLORS], COLORS),
+    "RGBA": ("png tif webp", [(*COLORS[i], ALPHAS[i]) for i in range(3)],
+             [_on_white(COLORS[i], ALPHAS[i]) for i in range(3)]),
+    "CMYK": ("tif jpg", [(255, 0, 0, 0), (0, 100, 200, 50), (9, 9, 9, 255)],
+             [_cmyk(255, 0, 0, 0), _cmyk(0, 100, 200, 50), _cmyk(9, 9, 9, 255)]),
+    "YCbCr": ("tif jpg", [(100, 128, 128), (90, 160, 100), (150, 100, 160)],
+              [_ycbcr(100, 128, 128), _ycbcr(90, 160, 100), _ycbcr(150, 100, 160)]),
+    "LAB": ("tif", [(64, 128, 128), (128, 128, 128), (255, 128, 128)],
+            [_cie(64), _cie(128), _cie(255)]),
+    "I;16": ("png tif ppm", [0, 257 * 77, 65535], [[0] * 3, [77] * 3, [255] * 3]),
+    "I;16B": ("png tif", [0, 257 * 77, 65535], [[0] * 3, [77] * 3, [255] * 3]),
+    "I": ("ppm", [0, 257 * 77, 65535], [[0] * 3, [77] * 3, [255] * 3]),
+}  # fmt: skip
+REFUSED = {"I": "tif", "F": "tif ppm"}
+
+
+def _blocks(mode: str, values: list[Any]) -> Image.Image:
+    """One block of 16x16 px a value: JPEG keeps those apart."""
+    if mode in ("P", "PA"):
+        image = Image.new(mode, (48, 16))
+        image.putpalette([channel for color in COLORS for channel in color])
+    elif mode == "I;16B":
+        deep = np.repeat(np.array(values, ">u2"), 16)[None].repeat(16, 0)
+        return Image.frombytes(mode, (48, 16), deep.tobytes())
+    else:
+        image = Image.new(mode, (48, 16))
+    for i, value in enumerate(values):
+        for x in range(16 * i, 16 * i + 16):
+            for y in range(16):
+                image.putpixel((x, y), value)
+    return image
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_picture_of_any_mode_comes_out_as_its_colours_on_white(tmp_path: Path, mode: str) -> None:
+    suffixes, values, expected = MODES[mode]
+    for suffix in suffixes.split():
+        path = tmp_path / f"a.{suffix}"
+        extra: dict[str, Any] = {"jpg": {"quality": 98, "subsampling": 0}}.get(suffix, {})
+        extra = {"lossless": True, "exact": True} if suffix == "webp" else extra
+        _blocks(mode, values).save(path, **extra)
+        decoded = np.array(_pixels(path))[8, 8::16]
+        tolerance = 4 if suffix == "jpg" or mode in ("LAB", "YCbCr") else 1
+        assert np.abs(decoded - np.clip(expected, 0, 255)).max() <= tolerance, (mode, suffix)
+
+
+def test_the_modes_tested_are_all_that_pillow_writes_in_the_formats_that_are_read(
+    tmp_path: Path,
+) -> None:
+    every = "1 L P PA LA La RGB RGBA RGBa RGBX CMYK YCbCr LAB HSV I F I;16 I;16B I;16L I;16N"
+    found = set()
+    for mode in every.split():
+        for suffix in data.SUFFIXES:
+            path = tmp_path / f"a{suffix}"
+            try:
+                Image.new(mode, (16, 16)).save(path)
+            except (OSError, KeyError, ValueError):
+                continue
+            with Image.open(path) as opened:
+                if opened.mode == mode:
+                    found.add((mode, suffix.removeprefix(".")))
+    names = {"jpeg": "jpg", "tiff": "tif", "pgm": "ppm", "pbm": "ppm"}
+    known = {(mode, s) for mode, (suffixes, *_) in MODES.items() for s in suffixes.split()}
+    known |= {(mode, s) for mode, suffixes in REFUSED.items() for s in suffixes.split()}
+    assert len(found) > 20
+    assert {(mode, names.get(suffix, suffix)) for mode, suffix in found} <= known
+
+
 @pytest.mark.parametrize("suffix", ["png", "bmp", "ppm", "tif", "tiff", "webp"])
 def test_lossless_format_gives_back_its_pixels(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
@@ -136,13 +237,20 @@ def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
     row = b"\0" + struct.pack(">HHH", 65535, 257, 32768)
     (tmp_path / "rgb.png").write_bytes(_png(1, 1, color=2, bits=16, rows=row))
     assert _pixels(tmp_path / "rgb.png") == [[[255, 1, 128]]]
+    row = b"\0" + struct.pack(">HHHH", 0, 65535, 0, 257 * 51)
+    (tmp_path / "rgba.png").write_bytes(_png(1, 1, color=6, bits=16, rows=row))
+    assert _pixels(tmp_path / "rgba.png") == [[[204, 255, 204]]]
+    row = b"\0" + struct.pack(">HH", 0, 257 * 51)
+    (tmp_path / "la.png").write_bytes(_png(1, 1, color=4, bits=16, rows=row))
+    assert _pixels(tmp_path / "la.png") == [[[204] * 3]]
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
+@pytest.mark.parametrize("mode", REFUSED)
 def test_pixels_without_a_stated_range_are_refused(tmp_path: Path, mode: str) -> None:
-    Image.new(mode, (2, 2), 7).save(tmp_path / "a.tif")
-    with pytest.raises(DataError, match=f"mode '{mode}' does not state its range"):
-        data.decode_image(tmp_path / "a.tif")
+    for suffix in REFUSED[mode].split():
+        Image.new(mode, (2, 2), 7).save(tmp_path / f"a.{suffix}")
+        with pytest.raises(DataError, match=f"mode '{mode}' does not state its range"):
+            data.decode_image(tmp_path / f"a.{suffix}")
 
 
 def test_cmyk_is_converted(tmp_path: Path) -> None:
@@ -319,6 +427,58 @@ def test_flat_folder_has_no_labels_and_labels_can_be_left_out(tmp_path: Path) ->
         assert "no classes" in source.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected", "note"),
+    [
+        ("(cat|dog)", ["cat", "dog", "dog", None], "4 pictures, 2 classes, 1 unlabelled"),
+        (r"^(\w+)-", ["img", "img", None, "img"], "4 pictures, 1 classes, 1 unlabelled"),
+        (r"(\d)-(?P<label>\d+)", ["1", "10", "2", None], "4 pictures, 3 classes, 1 unlabelled"),
+        ("^(img)?.*$", ["img", "img", None, "img"], "4 pictures, 1 classes, 1 unlabelled"),
+        ("(?i)/(DOG)|(?P<label>cat)", ["cat", None, None, None], "1 classes, 3 unlabelled"),
+        (r"\.(...)$", ["png"] * 4, "4 pictures, 1 classes"),
+    ],
+)
+def test_a_regular_expression_finds_the_label_in_the_path(
+    tmp_path: Path, labels: str, expected: list[str | None], note: str
+) -> None:
+    _put(tmp_path, "img-cat/1-1.png", "img-dog/1-10.png", "old/dog/2-2.png", "img-z.png")
+    source = data.folder(str(tmp_path), labels=labels)
+    assert list(source.ids) == sorted(source.ids)
+    got = dict(zip(source.ids, _labels(source), strict=True))
+    names = ["img-cat/1-1.png", "img-dog/1-10.png", "old/dog/2-2.png", "img-z.png"]
+    assert [got[name] for name in names] == expected
+    assert list(source.label_names) == sorted({name for name in expected if name})
+    assert source.notes[0].endswith(note)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "why"),
+    [
+        ("flder", ConfigError, "'flder' has no group"),
+        ("", ConfigError, "'' has no group"),
+        ("(cat", ConfigError, r"is no regular expression (missing ), unterminated subpattern"),
+        ("*", ConfigError, "is no regular expression (nothing to repeat"),
+        ("(bird)", DataError, "'(bird)' is found in none of the 2 ids, such as 'a/1.png'"),
+        ("(bird)?", DataError, "is found in none of the 2 ids"),
+        ("(bird)|a", DataError, "is found in none of the 2 ids"),
+    ],
+)
+def test_labels_that_are_none_of_the_choices_are_refused_with_the_choices(
+    tmp_path: Path, labels: str, kind: type[Exception], why: str
+) -> None:
+    _put(tmp_path, "a/1.png", "a/2.png")
+    with pytest.raises(kind) as caught:
+        data.folder(str(tmp_path), labels=labels)
+    message = str(caught.value)
+    assert why in message
+    assert message.startswith(f"data.labels={labels!r} ")
+    assert message.endswith(
+        "; choose none, folder, or a regular expression whose group is the label, such as "
+        "labels='(cat|dog)'"
+    )
+    assert len(message.splitlines()) == 1
+
+
 def test_suffixes_count_in_any_case_and_other_files_are_passed_over_and_counted(
     tmp_path: Path,
 ) -> None:
@@ -477,6 +637,45 @@ def test_fingerprint_changes_with_the_files_and_only_with_them(tmp_path: Path) -
     assert len({first, touched, now()}) == 3
 
 
+def test_the_hash_of_a_file_changes_with_that_file_alone(tmp_path: Path) -> None:
+    _put(tmp_path, "a.png", "b.png", "c.png")
+
+    def now() -> list[int]:
+        hashes = data.folder(str(tmp_path)).item_hashes
+        assert hashes is not None
+        assert hashes.dtype == np.uint64
+        return hashes.tolist()
+
+    first = now()
+    assert len(set(first)) == 3
+    about = (tmp_path / "b.png").stat()
+    os.utime(tmp_path / "b.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    touched = now()
+    assert [a == b for a, b in zip(first, touched, strict=True)] == [True, False, True]
+    (tmp_path / "c.png").rename(tmp_path / "0.png")
+    assert now()[1:] == touched[:2]
+    assert now()[0] not in first
+
+
+def test_the_hash_of_a_row_is_that_of_its_values_type_and_shape() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+
+    def of(items: Any) -> list[int]:
+        hashes = data.in_memory(items).item_hashes
+        assert hashes is not None
+        return hashes.tolist()
+
+    assert of(values) == of(np.asfortranarray(values)) == of(torch.tensor(values))
+    assert of(values[::-1]) == of(values)[::-1]
+    edited = values.copy()
+    edited[1, 0, 0] += 1
+    assert [a == b for a, b in zip(of(values), of(edited), strict=True)] == [True, False, True]
+    for other in (values.reshape(3, 4), values.view(np.int32)):
+        assert not set(of(values)) & set(of(other))
+    assert len(set(of(np.arange(5)))) == 5
+    assert data.in_memory(_Dataset([torch.zeros(2)])).item_hashes is None
+
+
 def test_limit_takes_the_first_and_says_so(tmp_path: Path) -> None:
     _put(tmp_path, "b/1.png", "a/1.png", "a/2.png")
     source = data.folder(str(tmp_path), limit=2)
@@ -578,12 +777,97 @@ def test_dataset_gives_inputs_targets_and_names_of_classes() -> None:
         source = data.in_memory(_Dataset(pairs, targets=targets, classes=["cat", "dog"]))
         assert _labels(source) == ["cat", "dog", "cat", "dog"]
         assert source.read(3).tolist() == [3.0, 3.0]
-    without = data.in_memory(_Dataset(pairs))
-    assert without.labels is None
-    assert without.notes == ("_dataset: 4 samples, no classes; recognised by 4 of them",)
-    assert without.warnings == (
-        "the labels in the items of _dataset are not read; give them as labels=",
-    )
+        assert not source.labels_in_items
+
+
+def test_whole_numbers_in_the_items_are_labels_that_come_with_them() -> None:
+    kinds: list[Any] = [2, np.int64(0), np.array(1), torch.tensor(2), np.array([0]), -1]
+    items = [(torch.full((2,), float(i)), kinds[i]) for i in range(6)]
+    source = data.in_memory(_Dataset(items))
+    assert source.labels is None
+    assert (source.labels_in_items, list(source.label_names)) == (True, [])
+    read = [source.read(i) for i in range(6)]
+    assert [label for _, label in read] == [2, 0, 1, 2, 0, -1]
+    assert [item.tolist() for item, _ in read] == [[float(i)] * 2 for i in range(6)]
+    assert source.notes == ("_dataset: 6 samples, labels in the items; recognised by 6 of them",)
+    assert source.warnings == ()
+    named = data.in_memory(_Dataset(items, classes=["a", "b", "c"]))
+    assert (named.labels_in_items, list(named.label_names)) == (True, ["a", "b", "c"])
+    relabelled = data.in_memory(_Dataset([(items[0][0], 7), *items[1:]]))
+    assert relabelled.fingerprint != source.fingerprint
+    few = data.in_memory(_Dataset(items, classes=["a", "b"]))  # they name something else
+    assert (few.labels_in_items, list(few.label_names)) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "label",
+    [1.0, "cat", None, True, -2, 2**31, np.float32(1), torch.tensor([0, 1]), (1, 2), {"x": 1}],
+    ids=repr,
+)
+def test_labels_in_items_that_are_no_whole_numbers_are_said_not_to_be_read(label: Any) -> None:
+    items = [(torch.zeros(2), 0), (torch.ones(2), label)]
+    for pairs in (items, items[1:]):
+        source = data.in_memory(_Dataset(pairs))
+        assert (source.labels, source.labels_in_items) == (None, False)
+        assert source.read(0).shape == (2,)
+        assert source.warnings == (
+            "the labels in the items of _dataset are not read; give them as labels=",
+        )
+    assert data.in_memory(_Dataset(items), labels=["a", "b"]).warnings == ()
+
+
+def test_a_label_unlike_those_that_were_seen_fails_its_item_alone() -> None:
+    items: list[Any] = [(torch.zeros(2), i % 3) for i in range(100)]
+    items[1], items[2], items[3] = (torch.zeros(2), "x\ny"), (torch.zeros(2), 3), torch.zeros(2)
+    source = data.in_memory(_Dataset(items, classes=["a", "b", "c"]))
+    assert source.labels_in_items
+    for i, why in (
+        (1, r"its label is 'x\\ny', and other items have whole numbers; give them all as labels="),
+        (2, "its label 3 is past the 3 classes; give labels="),
+        (3, "its label is None, and other items have whole numbers"),
+    ):
+        with pytest.raises(DataError, match=why):
+            source.read(i)
+    assert source.read(4)[1] == 1
+
+
+def test_the_wrappers_of_torch_hand_their_labels_through() -> None:
+    from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+    x = torch.arange(8.0).reshape(4, 2)
+    tensors = TensorDataset(x, torch.tensor([5, 3, 5, 3]))
+    pets = _Dataset([(row, 0) for row in x], targets=[0, 1, 1, 0], classes=["cat", "dog"])
+    same = _Dataset([(row, 0) for row in x], targets=[1, 1, 1, 1], classes=["cat", "dog"])
+    birds = _Dataset([(row, 0) for row in x], targets=[0, 0, 1, -1], classes=["owl", "tit"])
+    for dataset, expected in (
+        (tensors, ["5", "3", "5", "3"]),
+        (Subset(tensors, [2, 1]), ["5", "3"]),
+        (Subset(pets, [3, 1]), ["cat", "dog"]),
+        (Subset(Subset(pets, [3, 1, 2]), torch.tensor([2, 0])), ["dog", "cat"]),
+        (ConcatDataset([pets, same]), ["cat", "dog", "dog", "cat", *["dog"] * 4]),
+        (ConcatDataset([pets, birds]), ["cat", "dog", "dog", "cat", "owl", "owl", "tit", "-1"]),
+        (ConcatDataset([Subset(tensors, [0]), pets]), ["5", "cat", "dog", "dog", "cat"]),
+        (Subset(ConcatDataset([pets, birds]), [6, 0]), ["tit", "cat"]),
+    ):
+        source = data.in_memory(dataset)
+        assert _labels(source) == expected
+        assert (source.warnings, source.labels_in_items) == ((), False)
+        assert source.read(0).shape == (2,)
+
+
+def test_wrappers_whose_parts_do_not_tell_their_labels_read_them_with_the_items() -> None:
+    from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+    x = torch.arange(8.0).reshape(4, 2)
+    named = _Dataset([(row, i % 2) for i, row in enumerate(x)], classes=["cat", "dog"])
+    source = data.in_memory(Subset(named, [3, 0]))
+    assert (source.labels_in_items, list(source.label_names)) == (True, ["cat", "dog"])
+    assert [source.read(i)[1] for i in range(2)] == [1, 0]
+    both = data.in_memory(ConcatDataset([named, TensorDataset(x, torch.tensor([5, 3, 5, 3]))]))
+    assert [both.read(i)[1] for i in range(8)] == [0, 1, 0, 1, 5, 3, 5, 3]
+    assert both.label_names == []
+    floats = data.in_memory(TensorDataset(x, x[:, 0]))
+    assert (floats.labels, floats.labels_in_items, len(floats.warnings)) == (None, False, 1)
 
 
 def test_names_of_classes_are_not_put_on_labels_of_another_kind() -> None:
@@ -596,8 +880,8 @@ def test_names_of_classes_are_not_put_on_labels_of_another_kind() -> None:
 def test_pictures_of_a_dataset_come_out_upright_and_rgb() -> None:
     grey = Image.fromarray(np.array([[0, 200]], np.uint8))
     source = data.in_memory(_Dataset([(grey, 0), (Image.new("RGBA", (2, 1)), 0)]))
-    assert np.asarray(source.read(0)).tolist() == [[[0] * 3, [200] * 3]]
-    assert np.asarray(source.read(1)).tolist() == [[[255] * 3] * 2]
+    assert np.asarray(source.read(0)[0]).tolist() == [[[0] * 3, [200] * 3]]
+    assert np.asarray(source.read(1)[0]).tolist() == [[[255] * 3] * 2]
 
 
 def test_fingerprint_of_a_dataset_repeats_and_tells_items_apart() -> None:
@@ -622,9 +906,15 @@ def test_fingerprint_of_a_dataset_repeats_and_tells_items_apart() -> None:
 
 
 def test_data_in_memory_that_cannot_be_used_is_told_in_one_line() -> None:
+    pandas = pytest.importorskip("pandas")
     x = np.zeros((3, 2))
     for make, why in (
-        (lambda: data.in_memory(iter([1])), "data is a list_iterator; give a folder"),
+        (lambda: data.in_memory(iter([1])), "data is a list_iterator, which has no length"),
+        (lambda: data.in_memory(i for i in x), "data is a generator, which has no length"),
+        (lambda: data.in_memory(pandas.DataFrame(x)), "data is a DataFrame; give its values"),
+        (lambda: data.in_memory(pandas.Series([1])), "data is a Series; give its values"),
+        (lambda: data.in_memory({"x": x}), "data is a dict; give a folder"),
+        (lambda: data.in_memory(b"photos"), "data is a bytes; give a folder"),
         (lambda: data.in_memory(7), "data is a int; give a folder"),
         (lambda: data.in_memory(np.float32(7)), "data is "),
         (lambda: data.in_memory(np.array(7)), "data is a single number"),

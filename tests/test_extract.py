@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import embedx
 from embedx import data, models, store
+from embedx.checkpoints import file_sha256
 from embedx.data import Source
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
@@ -110,7 +112,7 @@ def test_several_layers_come_from_the_one_pass_and_a_live_model_is_left_as_it_wa
 
 
 def sha256(path: Path) -> str:
-    return models.file_sha256(path)
+    return file_sha256(path)
 
 
 def test_worker_count_and_name_do_not_change_the_bytes(
@@ -126,15 +128,30 @@ def test_worker_count_and_name_do_not_change_the_bytes(
     assert str(tmp_path) not in json.dumps(opened.attrs)
 
 
-@pytest.mark.parametrize("bad", [{3}, {0, 1, 2, 3, 4}, {10, 11}, {5, 6, 7, 8, 9}, {0, 11}])
+@pytest.mark.parametrize(
+    ("bad", "batch_size"),
+    [
+        ({3}, 5),
+        ({0, 1, 2, 3, 4}, 5),
+        ({10, 11}, 5),
+        ({5, 6, 7, 8, 9}, 5),
+        ({0, 11}, 5),
+        ({11}, 11),  # a last batch of one
+        ({0, 2, 11}, 1),
+        (set(range(11)), 4),
+    ],
+    ids=str,
+)
 def test_a_bad_picture_fails_its_own_row_and_the_others_stay_exact(
-    photos: Path, resnet: Model, tmp_path: Path, bad: set[int]
+    photos: Path, resnet: Model, tmp_path: Path, bad: set[int], batch_size: int
 ) -> None:
     paths = sorted(photos.rglob("*.jpg"))
     _, pooled, _ = plain(resnet, paths)
     for i in bad:
         paths[i].write_bytes(paths[i].read_bytes()[:200] if i % 2 else b"")
-    got = embedx.extract(resnet, photos, batch_size=5, out=tmp_path / "run", save_outputs=True)
+    got = embedx.extract(
+        resnet, photos, batch_size=batch_size, out=tmp_path / "run", save_outputs=True
+    )
     assert np.flatnonzero(got.status == store.Status.FAILED).tolist() == sorted(bad)
     assert np.isnan(got.embeddings["avgpool" if "avgpool" in got.embeddings else "fc:input"])[
         sorted(bad)
@@ -147,6 +164,454 @@ def test_a_bad_picture_fails_its_own_row_and_the_others_stay_exact(
     assert [r["id"] for r in reasons] == [got.ids[i] for i in sorted(bad)]
     assert all(r["reason"] and str(photos) not in r["reason"] for r in reasons)
     assert got.verify() == []
+
+
+def test_every_kind_of_bad_picture_fails_with_its_reason_and_every_good_kind_is_read(
+    photos: Path, resnet: Model, tmp_path: Path
+) -> None:
+    good = Image.open(sorted(photos.rglob("*.jpg"))[0])
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), "u1"))
+    zoo = tmp_path / "zoo"
+    zoo.mkdir()
+    for name in ("one.bmp", "one.gif", "one.png", "one.tiff", "one.WEBP", "two.ppm"):
+        good.save(zoo / name)
+    good.convert("CMYK").save(zoo / "cmyk.jpg")
+    good.convert("LA").save(zoo / "la.png")
+    Image.new("RGB", (1, 1)).save(zoo / "pixel.png")
+    bad = {"empty.jpg": b"", "text.png": b"hello", "page.gif": b"<html></html>"}
+    for suffix in ("jpg", "png", "gif", "bmp", "tif", "webp", "ppm"):
+        noise.save(zoo / f"cut.{suffix}")
+        bad[f"cut.{suffix}"] = (zoo / f"cut.{suffix}").read_bytes()[:300]
+    for name, content in bad.items():
+        (zoo / name).write_bytes(content)
+    noise.convert("F").save(zoo / "float.tif")
+    (zoo / "huge.pgm").write_bytes(b"P5 20000 20000 255\n")
+    (zoo / "gone.png").symlink_to(zoo / "nowhere.png")
+    got = embedx.extract(resnet, zoo, batch_size=4, out=tmp_path / "run")
+    failed = {reason["id"]: reason["reason"] for reason in store.read_reasons(got.path)}
+    assert set(failed) == {*bad, "float.tif", "huge.pgm", "gone.png"}
+    assert "does not state its range" in failed["float.tif"]
+    assert "shrink it" in failed["huge.pgm"]
+    assert failed["gone.png"] == "FileNotFoundError: No such file or directory"
+    assert failed["text.png"].startswith("DataError: not a picture of the formats BMP, GIF")
+    assert {got.ids[i] for i in np.flatnonzero(~got.ok)} == set(failed)
+    assert int(got.ok.sum()) == 9
+    rows = dict(zip(got.ids, got.rows()[1], strict=True))
+    for name in ("one.png", "one.tiff", "two.ppm"):
+        np.testing.assert_allclose(rows[name], rows["one.bmp"], rtol=1e-4, atol=1e-6)
+
+
+def test_an_output_folder_inside_the_data_changes_nothing_for_later_runs(
+    photos: Path, resnet: Model, tmp_path: Path
+) -> None:
+    outside = embedx.extract(resnet, photos, out=tmp_path / "outside")
+    for inside in (photos / "run", photos / "cat" / "deep" / "run"):
+        got = embedx.extract(resnet, photos, out=inside)
+        embedx.project(got, method="pca")
+        embedx.view(got)
+        embedx.export(got)
+        assert list(inside.rglob("*.png"))
+        stamp = got.path.stat().st_mtime_ns
+        assert embedx.extract(resnet, photos, out=inside).path.stat().st_mtime_ns == stamp
+        assert sha256(got.path) == sha256(outside.path)
+
+
+class Stoppable(nn.Module):
+    """Fails in its k-th pass, once."""
+
+    def __init__(self, n_inputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(n_inputs, 3), nn.Linear(3, 2)
+        self.passes_left = [-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes_left[0] -= 1
+        if self.passes_left[0] == 0:
+            raise RuntimeError("stopped")
+        return self.head(self.body(x.flatten(1).float()))
+
+
+def stop_halfway(
+    model: Stoppable,
+    monkeypatch: pytest.MonkeyPatch,
+    data_: object,
+    *,
+    out: Path,
+    **options: object,
+) -> None:
+    """Leave a file with the rows of the first two batches."""
+    model.passes_left[0] = 3
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "COMMIT_S", 0.0)
+        with pytest.raises(ModelError, match="RuntimeError: stopped"):
+            embedx.extract(model, data_, out=out, **options)
+    assert store.Embeddings(store.partial_path(out / "embeddings.h5")).n_rows > 0
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_files_that_changed_since_are_counted_and_named(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_finished: bool
+) -> None:
+    import os
+    import shutil
+
+    model = Stoppable(3 * 8 * 8)
+    options = {"preprocess": Preprocess(8, 8), "layers": "body", "batch_size": 3}
+    out = tmp_path / "run"
+    whole = embedx.extract(model, photos, out=tmp_path / "whole", **options)
+    if is_finished:
+        embedx.extract(model, photos, out=out, **options)
+    else:
+        stop_halfway(model, monkeypatch, photos, out=out, **options)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    kept = tmp_path / "kept"
+    shutil.copytree(photos, kept)  # with the times of the files
+
+    def restore() -> None:
+        shutil.rmtree(photos)
+        shutil.copytree(kept, photos)
+
+    def replace(path: Path) -> None:
+        about = path.stat()
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+        assert path.stat().st_size == about.st_size
+
+    def several() -> None:
+        for name in ("a.jpg", "b.jpg"):
+            Image.new("RGB", (9, 9)).save(photos / "new\n" / name)
+        (photos / "cat" / "03.jpg").unlink()
+        replace(photos / "dog" / "04.jpg")
+
+    (photos / "new\n").mkdir()
+    for change, difference in (
+        (lambda: replace(photos / "cat" / "01.jpg"), "1 edited (cat/01.jpg)"),
+        ((photos / "cat" / "01.jpg").touch, "1 edited (cat/01.jpg)"),
+        (
+            lambda: (photos / "cat" / "01.jpg").rename(photos / "dog" / "x.jpg"),
+            "1 added (dog/x.jpg), 1 removed (cat/01.jpg)",
+        ),
+        (
+            lambda: shutil.rmtree(photos / "cat"),
+            "6 removed (cat/01.jpg, cat/03.jpg, cat/05.jpg, ...)",
+        ),
+        (
+            several,
+            "2 added ('new\\n/a.jpg', 'new\\n/b.jpg'), 1 removed (cat/03.jpg), "
+            "1 edited (dog/04.jpg)",
+        ),
+    ):
+        (photos / "new\n").mkdir(exist_ok=True)
+        change()
+        with pytest.raises(StoreError) as caught:
+            embedx.extract(model, photos, out=out, **options)
+        message = str(caught.value)
+        assert f"holds another run: the data has changed since: {difference}; " in message
+        assert message.endswith("or replace it with overwrite=true")
+        assert "\n" not in message
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        restore()
+    again = embedx.extract(model, photos, out=out, **options)
+    assert sha256(again.path) == sha256(whole.path)
+    (photos / "new\n").mkdir()
+    several()
+    anew = embedx.extract(model, photos, out=out, overwrite=True, **options)
+    assert anew.n_rows == 13
+    assert [anew.ids[i] for i in np.flatnonzero(~anew.ok)] == ["dog/04.jpg"]  # half a file now
+
+
+def test_labels_in_the_items_come_with_the_rows_in_the_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    x[7] = torch.nan
+    numbers = [i % 3 for i in range(20)]
+    numbers[5] = -1
+
+    class Labelled(torch.utils.data.Dataset[tuple[Tensor, int]]):
+        def __init__(self) -> None:
+            self.reads: list[int] = []
+
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            self.reads.append(i)
+            if i in (3, 19):
+                raise OSError("lost")
+            return x[i], numbers[i]
+
+    expected = ["" if i in (3, 5, 19) else "abc"[i % 3] for i in range(20)]
+    model = Stoppable(4)
+    options = {"layers": "body", "batch_size": 3}
+    dataset = Labelled()
+    source = data.in_memory(dataset)
+    dataset.reads.clear()
+    whole = embedx.extract(model, source, out=tmp_path / "whole", **options)
+    assert dataset.reads == list(range(20))
+    assert whole.label_texts() == [t and str("abc".index(t)) for t in expected]
+    assert np.flatnonzero(~whole.ok).tolist() == [3, 7, 19]
+    assert whole.labels is not None
+    assert whole.labels.dtype == np.int32
+    assert whole.labels[[3, 5, 7, 19]].tolist() == [-1, -1, 1, -1]
+    assert whole.verify() == []
+    stop_halfway(model, monkeypatch, dataset, out=tmp_path / "b", **options)
+    again = embedx.extract(model, dataset, out=tmp_path / "b", num_workers=2, **options)
+    assert sha256(again.path) == sha256(whole.path)
+    Labelled.classes = ["a", "b", "c"]  # type: ignore[attr-defined]
+    with pytest.raises(StoreError, match="the ids or labels are others"):
+        embedx.extract(model, dataset, out=tmp_path / "b", **options)
+    named = embedx.extract(model, dataset, out=tmp_path / "named", **options)
+    assert named.label_texts() == expected
+    embedx.project(named, method="pca")
+    embedx.view(named)
+    embedx.export(named)
+    shown = (tmp_path / "named" / "projector" / "metadata.tsv").read_text().splitlines()
+    good = [i for i in range(20) if i not in (3, 7, 19)]
+    assert shown[1:] == [f"{i}\t{expected[i] or '(none)'}" for i in good]
+    scores = [row["knn_accuracy"] for row in embedx.evaluate(named)]
+    assert len(scores) == 2
+    assert all(0 <= score <= 1 for score in scores)
+
+
+def loader_of(dataset: object, **options: object) -> torch.utils.data.DataLoader[object]:
+    return torch.utils.data.DataLoader(dataset, **options)  # type: ignore[arg-type]
+
+
+class Pairs(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Eleven rows of four numbers; row 6 cannot be read where it is told so."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.x = torch.randn(11, 4, generator=torch.Generator().manual_seed(0))
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        if self.broken and i == 6:
+            raise OSError("lost")
+        return self.x[i], i % 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, []),
+        ({"shuffle": True}, ["the DataLoader shuffles; rows are in the order of its Dataset all"]),
+        ({"drop_last": True}, ["the DataLoader drops the last 3 samples; here they are kept"]),
+        ({"num_workers": 2, "worker_init_fn": print}, ["the worker_init_fn of the DataLoader is"]),
+        (
+            {"batch_sampler": "plain"},
+            ["the DataLoader shuffles", "the DataLoader drops the last 3 samples"],
+        ),
+    ],
+)
+def test_a_loader_gives_its_dataset_in_order_and_its_batch_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, object], said: list[str]
+) -> None:
+    dataset = Pairs()
+    if "batch_sampler" in options:
+        sampler = torch.utils.data.RandomSampler(dataset)
+        loader = loader_of(
+            dataset,
+            batch_sampler=torch.utils.data.BatchSampler(sampler, 4, drop_last=True),
+        )
+    else:
+        loader = loader_of(dataset, batch_size=4, **options)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).eval()
+    with caplog.at_level("WARNING"):
+        got = embedx.extract(model, loader, layers="0", out=tmp_path / "a")
+    plain_ = embedx.extract(model, dataset, layers="0", batch_size=4, out=tmp_path / "b")
+    assert sha256(got.path) == sha256(plain_.path)
+    assert got.attrs["batch_size"] == 4
+    with torch.no_grad():
+        expected = model[0](dataset.x).numpy()
+    np.testing.assert_allclose(got.embeddings["0"], expected, rtol=1e-5, atol=1e-6)
+    assert got.label_texts() == [str(i % 2) for i in range(11)]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(said)
+    assert all(m.startswith(s) for m, s in zip(messages, said, strict=True))
+    other = embedx.extract(model, loader, layers="0", batch_size=5, out=tmp_path / "c")
+    assert other.attrs["batch_size"] == 5
+
+
+def take_first(items: list[tuple[Tensor, int]]) -> Tensor:
+    return torch.stack([x for x, _ in items]) * 2
+
+
+def with_more(items: list[tuple[Tensor, int]]) -> tuple[Tensor, list[int]]:
+    return take_first(items), [y for _, y in items]
+
+
+@pytest.mark.parametrize("collate", [take_first, with_more])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_collate_fn_of_a_loader_makes_the_inputs_and_a_bad_item_keeps_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collate: object, workers: int
+) -> None:
+    dataset = Pairs(broken=True)
+    loader = loader_of(dataset, batch_size=3, collate_fn=collate, num_workers=workers)
+    model = Stoppable(4)
+    got = embedx.extract(model, loader, layers="body", out=tmp_path / "a")
+    assert np.flatnonzero(~got.ok).tolist() == [6]
+    with torch.no_grad():
+        expected = model.body(dataset.x * 2).numpy()
+    np.testing.assert_allclose(
+        np.delete(got.embeddings["body"], 6, 0), np.delete(expected, 6, 0), rtol=1e-5, atol=1e-6
+    )
+    assert got.label_texts() == ["" if i == 6 else str(i % 2) for i in range(11)]
+    stop_halfway(model, monkeypatch, loader, layers="body", out=tmp_path / "b")
+    again = embedx.extract(model, loader, layers="body", out=tmp_path / "b")
+    assert sha256(again.path) == sha256(got.path)
+    undoubled = loader_of(dataset, batch_size=3)
+    with pytest.raises(StoreError, match="the data has changed since"):
+        embedx.extract(model, undoubled, layers="body", out=tmp_path / "a")
+
+
+def test_pictures_that_a_collate_fn_turns_into_inputs_keep_their_miniatures(
+    photos: Path, tmp_path: Path
+) -> None:
+    prepared = Preprocess(8, 8)
+    pictures = [(Image.open(path), 0) for path in sorted(photos.rglob("*.jpg"))]
+
+    def collate(items: list[tuple[Image.Image, int]]) -> Tensor:
+        return prepared.normalize(torch.stack([prepared.pixels(image) for image, _ in items]))
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2)).eval()
+    loader = loader_of(pictures, batch_size=5, collate_fn=collate)
+    got = embedx.extract(model, loader, layers="0", out=tmp_path / "a")
+    usual = embedx.extract(
+        model, pictures, layers="0", batch_size=5, preprocess=prepared, out=tmp_path / "b"
+    )
+    np.testing.assert_array_equal(got.embeddings["0"], usual.embeddings["0"])
+    assert got.thumbnails is not None
+    assert len(np.unique(got.thumbnails)) > 20
+    np.testing.assert_array_equal(got.thumbnails, usual.thumbnails)
+
+
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.zeros(3, 4))
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Endless(torch.utils.data.Dataset[Tensor]):
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.zeros(4)
+
+
+def test_loaders_whose_rows_would_not_be_those_of_a_dataset_are_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    from torch.utils.data import (
+        BatchSampler,
+        RandomSampler,
+        SequentialSampler,
+        Subset,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+    )
+
+    class Backwards(BatchSampler):
+        pass
+
+    pairs = Pairs()
+    give = "give the Dataset itself, or torch.utils.data.Subset(dataset, indices)"
+    custom = Backwards(SequentialSampler(pairs), 2, drop_last=False)
+    short = Subset(pairs, range(5))
+    for loader, kind, message in [
+        (loader_of(pairs, sampler=SubsetRandomSampler([1, 2])), DataError, "SubsetRandomSampler"),
+        (loader_of(pairs, sampler=WeightedRandomSampler([1.0] * 11, 11)), DataError, "WeightedRa"),
+        (loader_of(pairs, sampler=RandomSampler(pairs, replacement=True)), DataError, "=True and"),
+        (loader_of(pairs, sampler=RandomSampler(pairs, num_samples=5)), DataError, "num_samples=5"),
+        (loader_of(pairs, sampler=[3, 2, 1]), DataError, "draws its samples by a list"),
+        (loader_of(pairs, sampler=SequentialSampler(short)), DataError, "SequentialSampler"),
+        (loader_of(pairs, batch_sampler=custom), DataError, "draws its samples by a Backwards"),
+        (loader_of(pairs, batch_size=None), DataError, "has batch_size=None, so that an item"),
+        (loader_of(Stream()), DataError, "data is a Stream, an IterableDataset, which has no ord"),
+        (Stream(), DataError, "data is a Stream, an IterableDataset, which has no order"),
+        (loader_of(Endless()), DataError, "data is a Endless; give a folder"),
+        (
+            loader_of(pairs, collate_fn=lambda items: {"x": items[0][0]}),
+            ConfigError,
+            "the collate_fn of the DataLoader gives a dict; let it give a tensor, or a tuple",
+        ),
+        (
+            loader_of(pairs, collate_fn=lambda items: take_first(items)[:2], batch_size=4),
+            ShapeError,
+            r"gives inputs of shape (2, 4) for 4 samples; let it give one entry a sample",
+        ),
+        (
+            loader_of(pairs, collate_fn=lambda items: items[0][0], batch_size=3),
+            ShapeError,
+            "gives inputs of shape (4,)",
+        ),
+        (
+            loader_of(pairs, collate_fn=lambda items: take_first(items) / (len(items) == 1)),
+            ConfigError,
+            "both make the inputs; leave one out",
+        ),
+    ]:
+        options = {"preprocess": Preprocess(8, 8)} if "both make" in message else {}
+        with pytest.raises(kind) as caught:
+            embedx.extract(nn.Sequential(nn.Linear(4, 2)), loader, out=tmp_path / "o", **options)
+        text = str(caught.value)
+        assert message in text
+        assert "\n" not in text
+        assert ("draws its samples" in text) == text.endswith(give)
+        assert not (tmp_path / "o").exists()
+
+
+def test_a_collate_fn_that_fails_is_said_with_its_rows(tmp_path: Path) -> None:
+    def collate(items: list[tuple[Tensor, int]]) -> Tensor:
+        if len(items) < 4 and len(items) > 1:
+            raise ValueError("too few\nof them")
+        return take_first(items)
+
+    loader = loader_of(Pairs(), batch_size=4, collate_fn=collate)
+    with pytest.raises(DataError, match="failed on rows 8 to 10: ValueError: too few$"):
+        embedx.extract(nn.Sequential(nn.Linear(4, 2)), loader, out=tmp_path)
+
+
+SPAWNED = """
+import logging, multiprocessing, sys
+import embedx
+from embedx import models
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    logging.getLogger("embedx").setLevel("ERROR")
+    model = models.torchvision("resnet18", weights=None, input_size=64)
+    embedx.extract(model, sys.argv[1], num_workers=2, batch_size=5, out=sys.argv[2])
+    try:
+        data = [(lambda: 0, 1)] * 9
+        embedx.extract(model, data, num_workers=1, out=sys.argv[2] + "-not")
+    except embedx.errors.DataError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_give_the_same_bytes_as_none(
+    photos: Path, resnet: Model, tmp_path: Path
+) -> None:
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(photos), str(tmp_path / "spawned")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("the data cannot be sent to worker processes (")
+    assert line.endswith("in a module, or use num_workers=0")
+    here = embedx.extract(resnet, photos, num_workers=0, batch_size=5, out=tmp_path / "here")
+    assert sha256(tmp_path / "spawned" / "embeddings.h5") == sha256(here.path)
 
 
 def test_all_bad_is_an_error_and_leaves_no_file(
@@ -200,7 +665,7 @@ def test_done_is_done_and_other_settings_are_refused_with_the_difference(
     with pytest.raises(StoreError, match="preprocess is"):
         embedx.extract(smaller, photos, out=out)
     next(photos.rglob("*.jpg")).touch()
-    with pytest.raises(StoreError, match="the data has changed since"):
+    with pytest.raises(StoreError, match=r"the data has changed since: 1 edited \("):
         embedx.extract(resnet, photos, out=out)
     assert first.path.stat().st_mtime_ns == stamp
     assert list((out / "projections").iterdir())
@@ -210,6 +675,7 @@ def test_done_is_done_and_other_settings_are_refused_with_the_difference(
 
 
 def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     lazy = nn.Sequential(nn.LazyLinear(2))
     x = np.zeros((3, 4), "f4")
@@ -230,12 +696,12 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
         ((resnet, []), {}, DataError, "data is empty"),
         ((resnet, 5), {}, DataError, "data is a int; give a folder"),
         ((resnet, photos), {"labels": [1]}, ConfigError, "has ids and labels of its own"),
-        (
-            ("resnet18", photos),
-            {},
-            ConfigError,
-            "model must be a Model or a Module, not 'resnet18'",
-        ),
+        ((resnet, (i for i in x)), {}, DataError, "data is a generator, which has no length"),
+        ((resnet, pandas.DataFrame(x)), {}, DataError, r"data is a DataFrame; give .*to_numpy\(\)"),
+        ((resnet, "flowers"), {}, DataError, "data.root flowers is not there; name a folder"),
+        ((nn.Linear, x), {}, ConfigError, r"model is the class Linear; give .*: Linear\(\.\.\.\)"),
+        (("resnet18", photos), {}, ConfigError, r'give a network: .*.torchvision\("resnet18"\)'),
+        ((len, photos), {}, ConfigError, "model is a builtin_function_or_method; give an nn.Mod"),
         ((tiny, photos), {}, ConfigError, "say how they enter it with preprocess="),
         ((linear, x[:, :3]), {}, ModelError, r"sequential failed on a batch of shape \(3, 3\)"),
         ((lazy, x), {}, ModelError, "has no values for 0.weight yet"),
@@ -256,8 +722,8 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
         ({"precision": "tf32"}, "precision=tf32 needs cuda, and the device is cpu"),
         ({"on_error": "Raise"}, "on_error must be one of skip, raise, not 'Raise'"),
         ({"overwrite": "no"}, "overwrite must be true or false, not 'no'"),
-        ({"batch_size": "4"}, "batch_size must be a whole number, not '4'"),
-        ({"batch_size": True}, "batch_size must be a whole number, not true"),
+        ({"batch_size": "4"}, "batch_size must be a whole number or null, not '4'"),
+        ({"batch_size": True}, "batch_size must be a whole number or null, not true"),
         ({"batch_size": 10**20}, "batch_size must be at least 1"),
         ({"layers": 5}, "layers must be a text or a list of texts, not 5"),
         ({"bach_size": 5}, "extract: got an unexpected keyword argument 'bach_size'"),
@@ -338,7 +804,11 @@ def test_whatever_decides_the_rows_is_noticed(tmp_path: Path) -> None:
             "the code, the structure or an attribute of the model",
         ),
         (_with(Shifty(), z=torch.ones(2)), x, {}, "the code, the structure or"),
-        (Shifty(), other, {}, "the data has changed since"),
+        (Shifty(), other, {}, r"the data has changed since: 1 edited \(x\)"),
+        (Shifty(), x[:4], {k: v[:4] for k, v in usual.items()}, r"since: 2 removed \(y, z\);"),
+        (Shifty(), x[::-1].copy(), {"ids": list("zyxwvu")}, "the samples are in another order"),
+        (Shifty(), list(torch.tensor(x)), {}, "some samples are others"),
+        (Shifty(), list(torch.tensor(x[:5])), {k: v[:5] for k, v in usual.items()}, "6 samples th"),
         (Shifty(), x, {"labels": list("aaabcc")}, "the ids or labels are others"),
         (Shifty(), x, {"ids": list("uvwxya")}, "the ids or labels are others"),
         (Shifty(), x, {"precision": "bf16"}, "precision is fp32 there and bf16 here"),

@@ -1,5 +1,6 @@
 """Capture points: copies of what plain forward passes give, and a model left as it was."""
 
+import re
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -322,3 +323,207 @@ def test_layer_table_counts_shared_parameters_once_and_leaves_the_model_as_it_wa
     assert n_hooks(model) == 0
     for key, value in model.state_dict().items():
         assert torch.equal(value, state[key])
+
+
+# --------------------------------------------------------------------------- models of the field
+
+NETWORKS = [
+    "alexnet",
+    "vgg11_bn",
+    "resnet18",
+    "densenet121",
+    "mobilenet_v3_small",
+    "vit_b_16",
+    "swin_t",
+    "convnext_tiny",
+    "timm/tf_efficientnet_lite0",
+    "timm/vit_tiny_patch16_224",
+    "timm/swin_tiny_patch4_window7_224",
+    "efficientnet-lite0",
+    "transformer",
+]
+
+
+def network(name: str) -> tuple[nn.Module, Tensor]:
+    """A network with random weights, in eval mode, and an input for it."""
+    torch.manual_seed(0)
+    side = 224 if re.search("vit|swin", name) else 64
+    x = torch.randn(1, 3, side, side)
+    if name.startswith("timm/"):
+        timm = pytest.importorskip("timm")
+        return timm.create_model(name.removeprefix("timm/"), pretrained=False).eval(), x
+    if name == "efficientnet-lite0":
+        package = pytest.importorskip("efficientnet_lite_pytorch")
+        return package.EfficientNet.from_name(name).eval(), x
+    if name == "transformer":
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(
+            2, 5, 16
+        )
+    from torchvision import models
+
+    return models.get_model(name, weights=None).eval(), x
+
+
+def noted(model: nn.Module, x: Tensor) -> tuple[dict[tuple[str, str, int], Tensor], dict[str, int]]:
+    """Every tensor that enters or leaves any call of any module, copied at once, by plain hooks."""
+    seen: dict[tuple[str, str, int], Tensor] = {}
+    calls: dict[str, int] = {}
+
+    def watch(name: str, child: nn.Module) -> list[object]:
+        def before(_: nn.Module, args: tuple[object, ...]) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            if args and isinstance(args[0], Tensor):
+                seen[name, "input", calls[name] - 1] = args[0].clone()
+
+        def after(_: nn.Module, __: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                seen[name, "output", calls[name] - 1] = output.clone()
+
+        return [child.register_forward_pre_hook(before), child.register_forward_hook(after)]
+
+    handles = [h for name, child in model.named_modules() if name for h in watch(name, child)]
+    torch.backends.mha.set_fastpath_enabled(False)
+    with torch.no_grad():
+        model(x)
+    torch.backends.mha.set_fastpath_enabled(True)
+    for handle in handles:
+        handle.remove()
+    return seen, calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_point_of_a_network_equals_what_plain_hooks_copy(name: str) -> None:
+    model, x = network(name)
+    seen, calls = noted(model, x)
+    points = {
+        Point(layer, call if calls[layer] > 1 else None, what): tensor
+        for (layer, what, call), tensor in seen.items()
+    }
+    assert len(points) > 20
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        plain = model(x)
+        with embedx.capture(model, [point.name for point in points]) as got:
+            hooked = model(x)
+            for point, tensor in points.items():
+                assert torch.equal(got[point.name], tensor), point.name
+    if name != "transformer":  # its fused path sums in another order
+        assert torch.equal(hooked, plain)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert n_hooks(model) == 0
+    repeated = [layer for layer, n in calls.items() if n > 1]
+    if name == "efficientnet-lite0":
+        assert len(repeated) == 16  # the activation of the network and of fifteen blocks
+    if repeated:
+        with torch.no_grad(), embedx.capture(model, repeated[0]) as got:
+            model(x)
+            with pytest.raises(LayerError, match=r"ran \d+ times in one pass; say which call: "):
+                got[repeated[0]]
+
+
+def test_names_that_look_like_numbers_are_names() -> None:
+    model = nn.Sequential(*[nn.Sequential(*[nn.Linear(2, 2) for _ in range(11)]) for _ in range(2)])
+    x = torch.randn(1, 2)
+    with torch.no_grad(), embedx.capture(model, ["1.10", "1.1", "0"]) as got:
+        y = model(x)
+        assert torch.equal(got["1.10"], y)
+        assert torch.equal(got["1.1"], model[1][:2](model[0](x)))
+
+
+# --------------------------------------------------------------------------- passes that end early
+
+
+class Counted(nn.Module):
+    """Three layers, of which the last may be left out; it counts what ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.ran: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            for name in "abc":
+                x = getattr(self, name)(x)
+                self.ran.append(name)
+        except Exception:  # a model that hides its errors must not hide an early end
+            return x
+        return x
+
+
+@pytest.mark.parametrize("points", [["a"], ["b", "a"], ["a", "b:input"], ["c:input"], ["c", "a"]])
+def test_a_pass_ends_with_the_last_point_in_order_of_execution(points: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Counted(), torch.randn(3, 2)
+    with torch.no_grad(), embedx.capture(model, points) as got:
+        hooks.run_model(model, x, title="counted")
+        whole = {name: got[name] for name in points}
+        assert model.ran == ["a", "b", "c"]
+        model.ran.clear()
+        got.stops_early = True
+        given = hooks.run_model(model, x, title="counted")
+        assert all(torch.equal(got[name], whole[name]) for name in points)
+    wanted = max("abc".index(name[0]) + (":" not in name) for name in points)
+    # The layer that fires last does not return into the model.
+    assert (
+        model.ran == list("abc")[: wanted - ("c:input" not in points and "b:input" not in points)]
+    )
+    assert given is None
+    assert n_hooks(model) == 0
+    model.ran.clear()
+    assert torch.equal(model(x), model.c(model.b(model.a(x))))
+
+
+# --------------------------------------------------------------------------- gradients of tensors
+
+
+def test_the_gradient_of_any_tensor_can_be_read_and_replaced() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 4), nn.Linear(4, 1)
+    model, x = nn.Sequential(first, nn.ReLU(), second), torch.randn(5, 3)
+    hidden = first(x)
+    hidden.retain_grad()
+    second(hidden.relu()).sum().backward()
+    wanted, weights = hidden.grad, first.weight.grad.clone()
+    first.weight.grad = None
+    with embedx.capture(model, "0") as got:
+        hidden = first(x)
+        got.watch("hidden", hidden)
+        with pytest.raises(LayerError, match="no gradient has reached 'hidden' yet"):
+            got["hidden"]
+        second(hidden.relu()).sum().backward()
+        assert torch.equal(got["hidden"], wanted)
+        assert torch.equal(first.weight.grad, weights)
+        first.weight.grad = None
+        hidden = first(x)
+        got.watch("hidden", hidden, replace=lambda gradient: 2 * gradient)
+        second(hidden.relu()).sum().backward()
+        assert torch.equal(got["hidden"], wanted)
+        torch.testing.assert_close(first.weight.grad, 2 * weights)
+        for name, tensor, message in (
+            ("0", hidden, "0 is a capture point already"),
+            ("x", x, "no gradient reaches the tensor 'x'"),
+        ):
+            with pytest.raises(LayerError, match=message):
+                got.watch(name, tensor)
+        kept = first(x)
+        got.watch("kept", kept)
+    second(kept.relu()).sum().backward()
+    with pytest.raises(LayerError, match="no gradient has reached 'kept'"):
+        got["kept"]
+
+
+# --------------------------------------------------------------------------- what takes no hooks
+
+
+def test_copies_that_run_at_once_and_scripts_are_refused_in_plain_words() -> None:
+    with pytest.raises(LayerError, match="is a DataParallel, .*: model.module"):
+        embedx.capture(nn.DataParallel(small()), "module.0")
+    with pytest.raises(LayerError, match=r"Sequential.1 is a DataParallel"):
+        embedx.capture(nn.Sequential(small(), nn.DataParallel(small())), "0")
+    with pytest.warns(FutureWarning, match="deprecated"):
+        scripted = torch.jit.trace(small(), torch.randn(1, 3, 8, 8))
+    with pytest.raises(LayerError, match="is TorchScript"):
+        embedx.capture(scripted, "0")

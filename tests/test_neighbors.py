@@ -249,3 +249,8 @@ def test_two_smallest_classes_that_count_give_an_accuracy() -> None:
         _voted(x, labels, k=3, n_splits=5, seed=0)
     )
     assert knn_accuracy(x, labels, n_neighbors=100) == pytest.approx(0.5)  # everyone votes
+
+
+def test_large_numbers_as_labels_cost_no_memory() -> None:
+    x = np.repeat(np.arange(2.0), 6)[:, None]
+    assert knn_accuracy(x, np.repeat(np.array([2**31 - 1, 7], np.int32), 6)) == 1.0

@@ -492,6 +492,73 @@ def test_rows_may_all_be_without_a_label(tmp_path: Path) -> None:
     assert store.open(writer.finish()).label_texts() == ["", ""]
 
 
+@pytest.mark.parametrize("names", [[], ["a", "b", "c"]])
+def test_labels_that_come_with_the_rows_are_numbers_or_names(
+    tmp_path: Path, names: list[str]
+) -> None:
+    path = tmp_path / "embeddings.h5"
+    x = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    labels = np.array([2, -1, 0, 2], "i4")
+    writer = store.create(
+        path,
+        ids=list("wxyz"),
+        fields=[x, Field("labels", (), np.dtype("i4"))],
+        attrs={"id": "0"},
+        label_names=names,
+    )
+    for start in (0, 2):
+        rows = {"embeddings/x": np.ones((2, 1), "f4"), "labels": labels[start : start + 2]}
+        writer.append(rows, status=np.ones(2))
+        writer.commit()
+        partial = store.Embeddings(store.partial_path(path))
+        assert partial.labels is not None
+        assert partial.labels.tolist() == labels[: start + 2].tolist()
+    opened = store.open(writer.finish())
+    assert opened.label_names == names
+    texts = ["c", "", "a", "c"] if names else ["2", "", "0", "2"]
+    assert opened.label_texts() == texts
+    assert opened.to_pandas()["label"].tolist() == texts
+    assert store.describe(path)["labels"] == ("3 classes" if names else "2 classes")
+    with path.open("r+b") as file:  # a label is guarded as the rest of its row is
+        file.seek(writer._offsets["labels"] + 2 * 4)
+        file.write(b"\x01")
+    assert store.open(path).verify() == [2]
+
+
+def test_large_numbers_as_labels_cost_nothing(tmp_path: Path) -> None:
+    writer = store.create(
+        tmp_path / "embeddings.h5",
+        ids=["a", "b"],
+        fields=[
+            store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={}),
+            Field("labels", (), np.dtype("i4")),
+        ],
+        attrs={"id": "0"},
+    )
+    labels = np.array([2**31 - 1, 0], "i4")
+    writer.append({"embeddings/x": np.ones((2, 1), "f4"), "labels": labels}, status=np.ones(2))
+    assert store.open(writer.finish()).label_texts() == ["2147483647", "0"]
+
+
+def test_what_each_item_was_can_be_read_before_its_row_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    ids = ["a", "\udcff", "c"]
+    hashes = np.array([1, 2**64 - 1, 3], np.uint64)
+    field = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    store.create(path, ids=ids, fields=[field], attrs={"id": "0"}, item_hashes=hashes).close()
+    partial = store.partial_path(path)
+    assert store.Embeddings(partial).ids == []
+    got, kept = store.read_items(partial)
+    assert got == store.stored_texts(ids) == ["a", "\\udcff", "c"]
+    assert kept is not None
+    assert kept.tolist() == hashes.tolist()
+    assert store.read_items(finished(tmp_path / "without" / "embeddings.h5"))[1] is None
+    with pytest.raises(StoreError, match="item_hashes has 2 values for 3 rows"):
+        store.create(
+            tmp_path / "x.h5", ids=ids, fields=[field], attrs={"id": "0"}, item_hashes=hashes[:2]
+        )
+
+
 def test_a_reader_is_never_blocked_while_rows_are_written(tmp_path: Path) -> None:
     path = tmp_path / "embeddings.h5"
     writer = create(path)
@@ -559,8 +626,8 @@ def test_rows_are_durable_before_the_record_that_claims_them(tmp_path: Path) -> 
         *rows,
         *("sync", "record", "sync"),
         *("record", "sync", "record", "sync"),  # those of a file written in one go
-        *("rename embeddings.h5", "sync folder"),
         *("rename errors.jsonl", "sync folder"),
+        *("rename embeddings.h5", "sync folder"),
     ]
 
 
@@ -676,7 +743,10 @@ def rewritten(path: Path, change: dict[str, object]) -> Path:
         {"labels": np.zeros(N_ROWS, "f4")},
         {"labels": np.zeros(5, "i4")},
         {"labels": np.zeros((N_ROWS, 2), "i4")},
+        {"labels": np.full(N_ROWS, -2, "i4")},
         {"label_names": None},
+        {"item_hashes": np.zeros(N_ROWS, "u4")},
+        {"item_hashes": np.zeros(5, "u8")},
         {"status": np.zeros((N_ROWS, 2), "u1")},
         {"commit": np.zeros((2, 10), "u1")},
         {"ids": np.zeros((N_ROWS, 2), "S3")},

@@ -1,5 +1,6 @@
 """The stage ``view``: what is really in the pictures."""
 
+import base64
 import io
 import logging
 import socket
@@ -183,6 +184,23 @@ def test_many_projections_are_wrapped_and_maps_of_one_method_told_apart(tmp_path
     assert {axes.get_subplotspec().get_gridspec().ncols for axes in figure.axes} == {3}
     titles = {axes.get_title().split()[0] for axes in figure.axes}
     assert titles == {"pca-000000", "pca-ffffff", "a", "b", "c", "d"}
+
+
+def test_maps_of_one_method_are_told_apart_by_their_layers_where_those_differ(
+    tmp_path: Path,
+) -> None:
+    xy, labels = blobs(30, 3)
+    path = make_run(tmp_path, {"tsne": xy}, labels=labels)
+    first = store.open_projection(tmp_path / "projections" / "tsne-000000.h5")
+    for name, layer in (("tsne-ffffff", "hidden"), ("umap-ffffff", "avgpool")):
+        attrs = {**first.attrs, "layer": layer, "method": name.split("-")[0]}
+        for key in ("format", "version"):
+            del attrs[key]
+        store.write_projection(
+            tmp_path / "projections" / f"{name}.h5", coords=xy, ids=first.ids, attrs=attrs
+        )
+    titles = [axes.get_title().split("  ")[0] for axes in draw(path).axes]
+    assert titles == ["t-SNE of avgpool", "t-SNE of hidden", "UMAP of avgpool"]
 
 
 def test_failed_and_unplaced_rows_are_not_drawn(tmp_path: Path) -> None:
@@ -469,6 +487,44 @@ def test_missing_or_stale_projection_is_refused_in_one_line(tmp_path: Path) -> N
     )
     with pytest.raises(StoreError, match="make it with: python -m embedx extract"):
         view(tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import matplotlib.pyplot\n"], ids=["bare", "pyplot"])
+def test_a_notebook_shows_the_map_once(tmp_path: Path, first: str) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    xy, labels = blobs(60, 3)
+    path = make_run(tmp_path, {"umap": xy}, labels=labels)
+    notebook = nbformat.v4.new_notebook()
+    source = f"{first}import embedx\nembedx.view({str(path)!r})"
+    notebook.cells = [nbformat.v4.new_code_cell(source)]
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    (output,) = notebook.cells[0].outputs
+    assert output.output_type == "execute_result"
+    with Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))) as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    for color in PALETTE[:3]:
+        assert near(pixels, color, 20).sum() > 100
+    if not first:  # pyplot brings a way of its own to show a figure
+        shown = output.metadata["image/png"]
+        assert shown["width"] * 1.5 == pytest.approx(pixels.shape[1], abs=2)
+        assert shown["height"] * 1.5 == pytest.approx(pixels.shape[0], abs=2)
+
+
+def test_a_map_is_unknown_to_pyplot_and_collected_when_it_is_let_go(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    from matplotlib import pyplot
+
+    xy, labels = blobs(30, 3)
+    figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels))
+    assert pyplot.get_fignums() == []
+    kept = weakref.ref(figure)
+    del figure
+    gc.collect()
+    assert kept() is None
 
 
 def test_missing_matplotlib_is_told_with_its_extra(

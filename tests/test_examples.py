@@ -1,0 +1,108 @@
+"""The notebooks of ``examples/`` run as they are, and what they show is there."""
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from .conftest import ROOT
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def printed(notebook: Any) -> str:
+    return "".join(
+        output.text
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.output_type == "stream"
+    )
+
+
+def pictures(notebook: Any) -> list[Image.Image]:
+    return [
+        Image.open(io.BytesIO(base64.b64decode(output.data["image/png"])))
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+
+
+def number(pattern: str, text: str) -> float:
+    (found,) = re.findall(pattern, text)
+    return float(found)
+
+
+def check_model_to_map(notebook: Any, folder: Path) -> None:
+    text = printed(notebook)
+    assert number(r"accuracy on digits it has not seen: ([\d.]+)", text) > 0.85
+    accuracies = {
+        layer: number(rf"(?m)^{layer} +{layer} +1,797 +\d+ +([\d.]+)", text)
+        for layer in re.findall(r"^(\w+) +\1 +1,797", text, re.M)
+    }
+    assert accuracies["hidden"] > 0.95
+    assert 0.3 < accuracies["relu1"] < 0.85
+    odd = number(r"(\d+) of 1797 digits have a majority", text)
+    assert 5 <= odd <= 120
+    the_map, odd_ones = pictures(notebook)
+    assert the_map.width > 1.5 * the_map.height
+    colors = np.unique(np.asarray(the_map.convert("RGB")).reshape(-1, 3), axis=0)
+    assert len(colors) > 100
+    assert odd_ones.width > 3 * odd_ones.height
+    if folder != ROOT:
+        import embedx
+
+        run = embedx.open(folder / "outputs" / "digits")
+        assert (run.n_rows, int(run.ok.sum())) == (1797, 1797)
+        assert {name: rows.shape for name, rows in run.embeddings.items()} == {
+            "relu1": (1797, 16),
+            "hidden": (1797, 64),
+        }
+
+
+CHECKS = {"model_to_map": check_model_to_map}
+
+
+def test_every_notebook_has_a_check_of_its_own() -> None:
+    assert {path.stem for path in NOTEBOOKS} == set(CHECKS)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_lies_there_with_its_outputs_and_without_traces_of_a_machine(path: Path) -> None:
+    raw = path.read_text(encoding="utf-8")
+    notebook = nbformat.reads(raw, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert len(raw) < 400_000
+    assert not re.search(r"/(home|root|tmp|work|Users|usr)/", raw)
+    assert not re.search(r"Warning|Traceback", printed(notebook))
+    CHECKS[path.stem](notebook, ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
+    path: Path, tmp_path: Path
+) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert len(cells) >= 5
+    for cell in cells:
+        cell.outputs, cell.execution_count = [], None
+    client = nbclient.NotebookClient(
+        notebook, timeout=280, coalesce_streams=True, resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [o for o in outputs if o.get("name") == "stderr" or o.output_type == "error"]
+    CHECKS[path.stem](notebook, tmp_path)
