@@ -3,9 +3,6 @@
 import errno
 import hashlib
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -177,136 +174,6 @@ def test_a_torn_newest_record_falls_back_to_the_one_before(tmp_path: Path) -> No
     assert store.open(path).verify() == []
 
 
-class FailingDisk(DiskIO):
-    """Fails, or writes short, at its k-th call."""
-
-    def __init__(self, k: int, code: int) -> None:
-        self.left = k
-        self.code = code
-
-    def _count(self) -> bool:
-        self.left -= 1
-        return self.left == 0
-
-    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        if self._count():
-            if self.code == 0:
-                return super().pwrite(fd, data[: max(1, len(data) // 2)], offset)
-            raise OSError(self.code, os.strerror(self.code))
-        return super().pwrite(fd, data, offset)
-
-    def sync(self, fd: int) -> None:
-        if self._count() and self.code:
-            raise OSError(self.code, os.strerror(self.code))
-        super().sync(fd)
-
-    def rename(self, old: Path, new: Path) -> None:
-        if self._count() and self.code:
-            raise OSError(self.code, os.strerror(self.code))
-        super().rename(old, new)
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, 0])
-def test_whichever_call_fails_the_next_run_ends_with_the_same_bytes(
-    tmp_path: Path, code: int
-) -> None:
-    wanted = sha256(finished(tmp_path / "whole" / "embeddings.h5"))
-    failures = 0
-    for k in range(1, 60):
-        path = tmp_path / str(k) / "embeddings.h5"
-        disk = FailingDisk(k, code)
-        try:
-            writer = create(path, disk)
-            for start in range(0, N_ROWS, 6):
-                append(writer, start, min(start + 6, N_ROWS))
-                writer.commit()
-            writer.finish()
-        except StoreError:
-            failures += 1
-        if not path.exists():
-            again = store.resume(path) or create(path)
-            append(again, again.rows_done, N_ROWS)
-            again.finish()
-        assert sha256(path) == wanted, k
-        left = {file.name for file in path.parent.iterdir()}
-        assert left == {"embeddings.h5"}, k
-    assert failures > 30 if code else failures == 0
-
-
-WRITER = """
-import sys, numpy as np
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from tests import test_store
-from embedx import store
-path = Path(sys.argv[1])
-store.COMMIT_S = 0.0  # a commit after every append
-writer = store.resume(path) or test_store.create(path)
-for i in range(writer.rows_done, test_store.N_ROWS):
-    test_store.append(writer, i, i + 1)
-    print(writer.rows_done, flush=True)
-writer.finish()
-"""
-
-
-def test_a_killed_writer_loses_no_reported_row_and_ends_with_the_same_bytes(
-    tmp_path: Path,
-) -> None:
-    wanted = sha256(finished(tmp_path / "whole" / "embeddings.h5"))
-    path = tmp_path / "killed" / "embeddings.h5"
-    code = WRITER.format(tests=str(Path(__file__).parent.parent))
-    kills = 0
-    while not path.exists():
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        reported = 0
-        for _ in range(5):
-            line = process.stdout.readline()
-            reported = int(line) if line else reported
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        kills += 1
-        if not path.exists():
-            partial = store.Embeddings(store.partial_path(path))
-            assert partial.n_rows >= reported > 0
-            assert partial.verify() == []
-        assert kills < 40
-    assert kills >= 4
-    assert sha256(path) == wanted
-
-
-def test_a_second_writer_is_told_who_writes_and_stops(tmp_path: Path) -> None:
-    path = tmp_path / "embeddings.h5"
-    code = WRITER.format(tests=str(Path(__file__).parent.parent)).replace(
-        "writer.finish()", "input()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    for _ in range(N_ROWS):
-        process.stdout.readline()
-    with pytest.raises(StoreError, match=f"is being written by process {process.pid} on "):
-        store.resume(path)
-    with pytest.raises(StoreError, match="is being written by"):
-        create(path)
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
-    again = store.resume(path)  # the lock dies with its owner
-    assert again is not None
-    assert again.rows_done == N_ROWS
-    again.close()
-
-
 def test_a_full_disk_shows_before_work_starts_and_leaves_nothing(tmp_path: Path) -> None:
     class Full(DiskIO):
         def allocate(self, fd: int, n_bytes: int) -> None:
@@ -315,18 +182,6 @@ def test_a_full_disk_shows_before_work_starts_and_leaves_nothing(tmp_path: Path)
     with pytest.raises(StoreError, match=r"no disk space for .*: it needs [\d,]+ kB and .* free"):
         create(tmp_path / "outputs" / "run" / "embeddings.h5", Full())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_replaced_file_is_old_or_new_but_never_half(tmp_path: Path) -> None:
-    path = tmp_path / "scores.json"
-    store.replace_file(path, b"old")
-    for k in range(1, 4):
-        with pytest.raises(StoreError):
-            store.replace_file(path, b"new" * 999, disk=FailingDisk(k, errno.EIO))
-        assert path.read_bytes() == b"old"
-        assert list(tmp_path.iterdir()) == [path]
-    store.replace_file(path, b"new")
-    assert path.read_bytes() == b"new"
 
 
 def test_resuming_with_other_settings_is_refused_with_both_values(tmp_path: Path) -> None:
@@ -559,18 +414,6 @@ def test_what_each_item_was_can_be_read_before_its_row_is_written(tmp_path: Path
         )
 
 
-def test_a_reader_is_never_blocked_while_rows_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "embeddings.h5"
-    writer = create(path)
-    for start in range(N_ROWS):
-        append(writer, start, start + 1)
-        writer.commit()
-        reader = store.Embeddings(store.partial_path(path))
-        assert reader.n_rows == start + 1
-        assert reader.verify() == []
-    writer.finish()
-
-
 def test_pandas_gets_one_row_a_sample(tmp_path: Path) -> None:
     frame = store.open(finished(tmp_path / "embeddings.h5")).to_pandas()
     assert frame.index[2] == "ïd 2\n"
@@ -579,56 +422,6 @@ def test_pandas_gets_one_row_a_sample(tmp_path: Path) -> None:
         frame[[f"layer/a.b[{i}]" for i in range(WIDTH)]].to_numpy("f4"),
         all_rows()["embeddings/layer%2Fa.b"],
     )
-
-
-class RecordingDisk(DiskIO):
-    """Notes what is written and synced, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.commit_offset = -1
-
-    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        in_commit = 0 <= offset - self.commit_offset < 2 * 4096 and self.commit_offset >= 0
-        self.calls.append("record" if in_commit else "rows")
-        return super().pwrite(fd, data, offset)
-
-    def sync(self, fd: int) -> None:
-        self.calls.append("sync")
-        super().sync(fd)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self.calls.append(f"rename {new.name}")
-        super().rename(old, new)
-
-    def sync_folder(self, folder: Path) -> None:
-        self.calls.append("sync folder")
-        super().sync_folder(folder)
-
-
-def test_rows_are_durable_before_the_record_that_claims_them(tmp_path: Path) -> None:
-    disk = RecordingDisk()
-    writer = create(tmp_path / "new" / "embeddings.h5", disk)
-    assert disk.calls[0] == "sync folder"  # of the folder in which one was made
-    assert disk.calls[-3:] == ["sync", "rename embeddings.h5.partial", "sync folder"]
-    disk.commit_offset = writer._offsets["commit"]
-    disk.calls.clear()
-    append(writer, 0, 7, frozenset({3}))
-    rows = ["rows"] * 5  # three datasets, checksums, status
-    assert disk.calls == rows
-    writer.commit()
-    reasons = ["rows", "sync", "sync folder"]
-    assert disk.calls == [*rows, *reasons, "sync", "record", "sync"]
-    disk.calls.clear()
-    append(writer, 7, N_ROWS)
-    writer.finish()
-    assert disk.calls == [
-        *rows,
-        *("sync", "record", "sync"),
-        *("record", "sync", "record", "sync"),  # those of a file written in one go
-        *("rename errors.jsonl", "sync folder"),
-        *("rename embeddings.h5", "sync folder"),
-    ]
 
 
 def test_the_last_commit_is_checked_when_resuming(tmp_path: Path) -> None:
@@ -643,29 +436,6 @@ def test_the_last_commit_is_checked_when_resuming(tmp_path: Path) -> None:
         file.write(b"\x07\x07")
     with pytest.raises(StoreError, match="row 5 of the last commit does not match its checksum"):
         store.resume(path)
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_the_reasons_of_failed_rows_survive_whichever_call_fails(tmp_path: Path, code: int) -> None:
-    bad = frozenset({2, 9, 20})
-    for k in range(1, 60, 2):
-        path = tmp_path / str(k) / "embeddings.h5"
-        disk = FailingDisk(k, code)
-        for _ in range(2):  # the second time in resume
-            try:
-                writer = store.resume(path, disk=disk) or create(path, disk)
-                for start in range(writer.rows_done, N_ROWS, 5):
-                    append(writer, start, min(start + 5, N_ROWS), bad)
-                    writer.commit()
-                writer.finish()
-                break
-            except StoreError:
-                disk.left = k
-        if not path.exists():
-            again = store.resume(path) or create(path)
-            append(again, again.rows_done, N_ROWS, bad)
-            again.finish()
-        assert [reason["row"] for reason in store.read_reasons(path)] == sorted(bad), k
 
 
 def test_reasons_are_read_whatever_the_ids_hold_and_torn_lines_are_passed_over(
