@@ -5,6 +5,7 @@ cannot take, and leaves the rest (composition, help, sweeps) to Hydra. The compo
 checked against the signatures of the functions it calls. Only this module imports hydra.
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -598,6 +599,7 @@ def _extract(values: dict[str, Any]) -> Path:
     settings = dict(values)
     model, data = settings.pop("model"), settings.pop("data")
     out, name = settings.pop("out"), settings.pop("name")
+    settings["pooling"] = _pooling(settings["pooling"])
     check_arguments(extract, settings, positional=2)  # before the model is built
     for key, value in (("name", name), ("out", out)):
         check_argument(key, value, str | None)
@@ -613,6 +615,17 @@ def _extract(values: dict[str, Any]) -> Path:
         choices[word] = given
     config = {**values, "choices": choices}
     return extract(build_model(), source, out=folder, config=config, **settings).path
+
+
+def _pooling(value: Any) -> Any:
+    """A name as it is, and a node with a ``_target_`` as the function it stands for."""
+    if isinstance(value, list):
+        return [_pooling(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    function = _node(value, "pooling", bind=False)
+    arguments = {key: argument for key, argument in value.items() if key != "_target_"}
+    return functools.partial(function, **arguments) if arguments else function
 
 
 def _run_name(values: Mapping[str, Any]) -> str:
@@ -885,6 +898,8 @@ def _command(*words: str) -> str:
 def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
     """The call that a config node with a ``_target_`` stands for, checked but not yet made."""
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        if group == "pooling":
+            raise ConfigError(f"pooling={node} has no _target_; name a function of an activation")
         options = ", ".join(_configs().options(group))
         raise ConfigError(f"{group} must be one of: {options}")
     target = _locate(node["_target_"], group)
@@ -895,7 +910,7 @@ def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
 
         first, target = [target], models.own  # a factory of the user's own
         arguments.setdefault("name", _choice("model"))
-    before = {"model": len(first), "projection": 1, "exporter": 3}.get(group, 0)
+    before = {"model": len(first), "projection": 1, "exporter": 3, "pooling": 1}.get(group, 0)
     check_arguments(target, arguments, positional=before, where=f"{group}.")
     return (lambda: target(*first, **arguments)) if bind else target
 

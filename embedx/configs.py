@@ -29,6 +29,7 @@ ROW_SETTINGS = (
     "data",
     "layers",
     "pooling",
+    "normalize",
     "precision",
     "dtype",
     "save_outputs",

@@ -592,15 +592,25 @@ def _digest(
             raise
         except Exception as error:  # a row that cannot be read fails later, and by itself
             item = str(error)
-        values = np.asarray(item) if isinstance(item, Image.Image) else _as_array(item)
-        if values is None:
-            item = item if isinstance(item, (str, bytes, int, float)) else type(item).__qualname__
-            digest.update(repr(item).encode("utf-8", "backslashreplace"))
-        else:
-            digest.update(f"{values.shape} {values.dtype}".encode())
-            for block in _blocks(values.reshape(1) if values.ndim == 0 else values):
-                digest.update(block.tobytes())
+        _update(digest, item)
     return digest.hexdigest()
+
+
+def _update(digest: "hashlib._Hash", item: Any) -> None:
+    """Add an item to a hash, by its values as far as they can be read."""
+    if isinstance(item, Mapping):
+        for key, value in item.items():
+            digest.update(f"{key!r}:".encode("utf-8", "backslashreplace"))
+            _update(digest, value)
+        return
+    values = np.asarray(item) if isinstance(item, Image.Image) else _as_array(item)
+    if values is None:
+        item = item if isinstance(item, (str, bytes, int, float)) else type(item).__qualname__
+        digest.update(repr(item).encode("utf-8", "backslashreplace"))
+        return
+    digest.update(f"{values.shape} {values.dtype}".encode())
+    for block in _blocks(values.reshape(1) if values.ndim == 0 else values):
+        digest.update(block.tobytes())
 
 
 def _blocks(values: Array) -> Iterator[Array]:
@@ -635,16 +645,17 @@ def _as_array(value: Any) -> Array | None:
 
 
 def collated(batch: Any) -> Any:
-    """The inputs in what a ``collate_fn`` gives: an array or tensor, or the first of several.
+    """The inputs in what a ``collate_fn`` gives: a tensor, a mapping, or the first of several.
 
     Raises:
         ConfigError: There is none.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if _as_array(inputs) is None:
+    if not isinstance(inputs, Mapping) and _as_array(inputs) is None:
         raise ConfigError(
             f"the collate_fn of the DataLoader gives a {type(batch).__name__}; let it give a "
-            "tensor, or a tuple that begins with one"
+            "tensor, a dict of tensors by the names of the model's arguments, or a tuple that "
+            "begins with one"
         )
     return inputs
 

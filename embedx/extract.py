@@ -37,17 +37,21 @@ from embedx.errors import (
     EmbedxError,
     Interrupted,
     InUseError,
+    LayerError,
     ShapeError,
     StoreError,
     first_line,
 )
 from embedx.models import Model, Preprocess
+from embedx.pooling import Function
 from embedx.progress import Progress
+from embedx.rows import Rows, not_finite
 from embedx.store import Array, Embeddings, Field, Status
 
 log = logging.getLogger("embedx")
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Inputs = Tensor | dict[str, Tensor]
 if TYPE_CHECKING:
     Network = Model | nn.Module
 else:  # what is given instead of one is told in words of its own, not by the hint
@@ -60,7 +64,8 @@ def extract(
     data: Any,
     *,
     layers: str | Sequence[str] = "penultimate",
-    pooling: str | Sequence[str] = "auto",
+    pooling: str | Function | Sequence[str | Function] = "auto",
+    normalize: bool = False,
     batch_size: int | None = None,
     num_workers: int | None = None,
     device: str | torch.device = "auto",
@@ -87,8 +92,10 @@ def extract(
             ``DataLoader`` of one, or a :class:`~embedx.data.Source`. Of a loader, rows are in the
             order of its Dataset, and its ``collate_fn`` makes the inputs.
         layers: Capture points, ``NAME[@CALL][:WHAT[.PATH]]``, globs, or ``penultimate``.
-        pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``cls``, ``mean_token``; one for all
-            points or one each.
+        pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``max``, ``gem``, ``cls``,
+            ``mean_token``, or a function ``(activation) -> (n, d)``; one for all points or one
+            each.
+        normalize: Scale each row to length 1 (L2).
         batch_size: Samples in a forward pass; the loader's, or 64, where not given.
         num_workers: Processes that read and prepare the data, 0 for none; the loader's, or 0,
             where not given.
@@ -157,6 +164,7 @@ def extract(
         source=source,
         points=points,
         poolings=pools.per_point(pooling, n_points=len(points)),
+        normalize=normalize,
         device=torch_device,
         precision=precision,
         dtype=np.dtype(dtype),
@@ -189,7 +197,13 @@ def extract(
         torch_device,
         path,
     )
-    given = {"layers": layers, "pooling": pooling, "precision": precision, "dtype": dtype}
+    given = {
+        "layers": layers,
+        "pooling": [one.name for one in plan.poolings],
+        "normalize": normalize,
+        "precision": precision,
+        "dtype": dtype,
+    }
     recorded = dict(config) if config is not None else given
     attrs = {
         "id": file_id,
@@ -218,7 +232,8 @@ class _Plan:
     model: Model
     source: Source
     points: list[hooks.Point]
-    poolings: list[str]
+    poolings: list[pools.Pooling]
+    normalize: bool
     device: torch.device
     precision: Precision
     dtype: np.dtype[Any]
@@ -239,7 +254,9 @@ class _Plan:
             "tokens": self.model.tokens,
             "preprocess": prepared.config() if prepared else None,
             "layers": [point.name for point in self.points],
-            "pooling": self.poolings,
+            "pooling": [one.name for one in self.poolings],
+            "pooling_code": [one.code for one in self.poolings],
+            "normalize": self.normalize,
             "precision": self.precision,
             "dtype": self.dtype.name,
             "save_outputs": self.save_outputs,
@@ -464,8 +481,9 @@ class _Batch:
 
     Attributes:
         start: Row of the first item.
-        inputs: Shape ``(b, ...)``, for bad items zeros, or copies of a good one where a
-            ``collate_fn`` makes them; None if every one is bad.
+        inputs: Shape ``(b, ...)``, or several such by the names of the model's arguments; for bad
+            items zeros, or copies of a good one where a ``collate_fn`` makes them; None if every
+            one is bad.
         reasons: Why an item is bad, by its place in the batch.
         thumbnails: Shape ``(b, side, side, 3)`` uint8, or None.
         labels: Shape ``(b,)`` int32 where the items hold them, -1 for bad items; or None.
@@ -475,7 +493,7 @@ class _Batch:
     """
 
     start: int
-    inputs: Tensor | None
+    inputs: Inputs | None
     reasons: dict[int, str]
     thumbnails: Array | None
     labels: Array | None
@@ -509,6 +527,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         size = min(self._batch_size, len(self._source) - start)
         collate = self._source.collate
         good: dict[int, Any] = {}
+        stacked: Inputs | None
         reasons: dict[int, str] = {}
         miniatures: Array | None = None
         labels = np.full(size, -1, np.int32) if self._source.labels_in_items else None
@@ -543,7 +562,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             stacked = self._collate([good.get(i, filler) for i in range(size)], start)
         return _Batch(start, stacked, reasons, miniatures, labels, size, are_pixels)
 
-    def _prepare(self, item: Any) -> Tensor:
+    def _prepare(self, item: Any) -> Inputs:
         if isinstance(item, Image.Image):
             if self._preprocess is None:
                 raise ConfigError(
@@ -556,12 +575,19 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 f"preprocess= takes pictures, and the data are {type(item).__name__}; leave it "
                 "out, tensors enter as they are"
             )
+        if isinstance(item, Mapping):
+            return {str(name): torch.as_tensor(value) for name, value in item.items()}
         return torch.as_tensor(item)
 
-    def _collate(self, items: list[Any], start: int) -> Tensor:
+    def _collate(self, items: list[Any], start: int) -> Inputs:
         assert self._source.collate is not None
+        inputs: Inputs
         try:
-            inputs = torch.as_tensor(sources.collated(self._source.collate(items)))
+            made = sources.collated(self._source.collate(items))
+            if isinstance(made, Mapping):
+                inputs = {str(name): torch.as_tensor(value) for name, value in made.items()}
+            else:
+                inputs = torch.as_tensor(made)
         except EmbedxError:
             raise
         except Exception as error:
@@ -569,17 +595,41 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 f"the collate_fn of the DataLoader failed on rows {start} to "
                 f"{start + len(items) - 1}: {_reason(error)}"
             ) from error
-        if inputs.ndim == 0 or len(inputs) != len(items):
-            raise ShapeError(
-                f"the collate_fn of the DataLoader gives inputs of shape {tuple(inputs.shape)} for "
-                f"{len(items)} samples; let it give one entry a sample"
-            )
+        for tensor in [inputs] if isinstance(inputs, Tensor) else inputs.values():
+            if tensor.ndim == 0 or len(tensor) != len(items):
+                raise ShapeError(
+                    "the collate_fn of the DataLoader gives inputs of shape "
+                    f"{tuple(tensor.shape)} for {len(items)} samples; let it give one entry a "
+                    "sample"
+                )
         return inputs
 
-    def _stack(self, inputs: Mapping[int, Tensor], size: int, start: int) -> Tensor:
+    def _stack(self, inputs: Mapping[int, Any], size: int, start: int) -> Inputs:
+        first, example = next(iter(inputs.items()))
+        if not isinstance(example, dict):
+            return self._stack_tensors(inputs, size, start)
+        for i, item in inputs.items():
+            if not isinstance(item, dict) or item.keys() != example.keys():
+                keys = ", ".join(item) if isinstance(item, dict) else "no names"
+                raise ShapeError(
+                    f"sample {self._source.ids[start + i]} has {keys} and sample "
+                    f"{self._source.ids[start + first]} has {', '.join(example)}; give all samples "
+                    "the same"
+                )
+        return {
+            name: self._stack_tensors({i: item[name] for i, item in inputs.items()}, size, start)
+            for name in example
+        }
+
+    def _stack_tensors(self, inputs: Mapping[int, Any], size: int, start: int) -> Tensor:
         first, example = next(iter(inputs.items()))
         stacked = torch.zeros((size, *example.shape), dtype=example.dtype)
         for i, tensor in inputs.items():
+            if not isinstance(tensor, Tensor):
+                raise ShapeError(
+                    f"sample {self._source.ids[start + i]} has names and sample "
+                    f"{self._source.ids[start + first]} has none; give all samples the same"
+                )
             if tensor.shape != example.shape or tensor.dtype != example.dtype:
                 raise ShapeError(
                     f"sample {self._source.ids[start + i]} is {_form(tensor)} and sample "
@@ -811,30 +861,13 @@ def _forward(plan: _Plan) -> Iterator[Any]:
     """The forward pass with its hooks, as a function from a batch to results."""
     module = plan.model.module
     prepared = plan.model.preprocess
-    chosen: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    spec = dict(zip((p.name for p in plan.points), plan.poolings, strict=True))
-
-    def reduce(point: hooks.Point, activation: Tensor) -> Tensor:
-        if point.name not in chosen:
-            name = spec[point.name]
-            try:
-                resolved = (
-                    pools.choose(activation, tokens=plan.model.tokens) if name == "auto" else name
-                )
-            except ShapeError as error:
-                raise ShapeError(f"layer {point.name}: {error}") from None
-            chosen[point.name] = resolved
-            shapes[point.name] = tuple(activation.shape[1:])
-            if name == "auto":
-                log.info(
-                    "pooling of %s: %s, from (n, %s)",
-                    point.name,
-                    resolved,
-                    ", ".join(map(str, activation.shape[1:])),
-                )
-        return pools.POOLINGS[chosen[point.name]](activation)
-
+    rows = Rows(
+        plan.points,
+        plan.poolings,
+        dtype=plan.dtype,
+        normalize=plan.normalize,
+        tokens=plan.model.tokens,
+    )
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     with contextlib.ExitStack() as stack:
         lies_on = next((p.device for p in module.parameters()), plan.device)
@@ -843,7 +876,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
             module.to(plan.device)
         stack.enter_context(hooks.undisturbed(module, device=plan.device))
         stack.enter_context(_matmul_precision(plan.precision))
-        got = stack.enter_context(hooks.Capture(module, plan.points, reduce=reduce))
+        got = stack.enter_context(hooks.Capture(module, plan.points, reduce=rows.reduce))
 
         def forward(batch: _Batch) -> _Results:
             assert batch.inputs is not None
@@ -851,52 +884,56 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 torch.no_grad(),  # inference tensors in a model's own cache could not be trained on
                 torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
             ):
-                inputs = batch.inputs.to(plan.device, non_blocking=True)
-                if prepared is not None and batch.are_pixels:
+                inputs = _placed(batch.inputs, plan.device)
+                if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
                     inputs = prepared.normalize(inputs)
-                if inputs.ndim == 4:
-                    inputs = inputs.contiguous(memory_format=torch.channels_last)
+                inputs = _channels_last(inputs)
+                rows.mask = _mask(inputs)
                 # A model that draws random numbers draws the same ones for a batch in every run.
                 torch.manual_seed(batch.start)
                 output = hooks.run_model(module, inputs, title=plan.model.name)
-                arrays, attrs = {}, {}
-                for point in plan.points:
-                    rows = got[point.name]
-                    if rows.is_complex():
-                        raise ShapeError(f"layer {point.name} gives complex numbers")
-                    if rows.ndim != 2 or len(rows) != batch.size:
-                        raise ShapeError(
-                            f"layer {point.name} gives {tuple(rows.shape)} for {batch.size} "
-                            "samples after pooling; choose a layer with one entry a sample"
-                        )
-                    field = store.embeddings_field(
-                        point.name, n_features=rows.shape[1], dtype=plan.dtype, attrs={}
-                    )
-                    with np.errstate(over="ignore"):  # overflow makes the row a failed one below
-                        arrays[field.name] = rows.float().cpu().numpy().astype(plan.dtype)
-                    attrs[field.name] = {
-                        "layer": point.layer,
-                        "what": point.what,
-                        "pooling": chosen[point.name],
-                        "activation_shape": list(shapes[point.name]),
-                    }
+                try:
+                    arrays, attrs = rows.arrays(got, n=batch.size)
+                except LayerError as error:
+                    last = batch.start + batch.size - 1
+                    raise LayerError(f"rows {batch.start} to {last}: {error}") from None
                 if plan.save_outputs:
                     logits = _logits(output, plan.model.name, batch.size)
                     arrays["outputs/logits"] = logits
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
+                # The first pass was whole: it has shown that each layer runs once.
+                got.stops_early = not plan.save_outputs
             if batch.thumbnails is not None:
                 arrays["thumbnails"] = batch.thumbnails
             if batch.labels is not None:
                 arrays["labels"] = batch.labels
-            not_finite = {}
-            for name, array in arrays.items():
-                if array.dtype.kind == "f":
-                    for i in np.flatnonzero(~np.isfinite(array).all(axis=1)).tolist():
-                        if i not in batch.reasons:
-                            not_finite[i] = f"NaN or Inf in {name.split('/')[-1]}"
-            return _Results(arrays, attrs, not_finite)
+            bad = {i: why for i, why in not_finite(arrays).items() if i not in batch.reasons}
+            return _Results(arrays, attrs, bad)
 
         yield forward
+
+
+def _placed(inputs: Inputs, device: torch.device) -> Inputs:
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+
+
+def _channels_last(inputs: Inputs) -> Inputs:
+    """Feature maps in the layout in which convolutions are fastest; the numbers are the same."""
+    if not isinstance(inputs, Tensor):
+        return {name: _channels_last(tensor) for name, tensor in inputs.items()}  # type: ignore[misc]
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs
+
+
+def _mask(inputs: Inputs) -> Tensor | None:
+    """Which tokens are none of padding, in the two spellings that libraries have for it."""
+    if isinstance(inputs, Tensor):
+        return None
+    if "attention_mask" in inputs:
+        return inputs["attention_mask"]
+    padding = inputs.get("src_key_padding_mask", inputs.get("key_padding_mask"))
+    return None if padding is None or padding.dtype != torch.bool else ~padding
 
 
 def _logits(output: Any, model: str, size: int) -> Array:

@@ -450,12 +450,12 @@ def capture(
     return Capture(module, resolve_points(module, points), reduce=reduce).set()
 
 
-def run_model(module: nn.Module, inputs: Tensor, *, title: str) -> Any:
+def run_model(module: nn.Module, inputs: Tensor | Mapping[str, Tensor], *, title: str) -> Any:
     """One forward pass; whatever the model raises becomes one line.
 
     Args:
         module: The model.
-        inputs: What goes in.
+        inputs: What goes in, as the one argument or by the names of several.
         title: What the user calls the model.
 
     Returns:
@@ -465,14 +465,19 @@ def run_model(module: nn.Module, inputs: Tensor, *, title: str) -> Any:
         ModelError: The model raised; the cause is attached.
     """
     try:
-        return module(inputs)
+        return module(**inputs) if isinstance(inputs, Mapping) else module(inputs)
     except _Stop:
         return None
     except EmbedxError:
         raise
     except Exception as error:
+        shapes = (
+            ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+            if isinstance(inputs, Mapping)
+            else str(tuple(inputs.shape))
+        )
         raise ModelError(
-            f"{title} failed on a batch of shape {tuple(inputs.shape)}: {type(error).__name__}: "
+            f"{title} failed on a batch of shape {shapes}: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
 

@@ -1,12 +1,20 @@
 """From the activation of a layer to one vector a sample."""
 
+import dataclasses
+import functools
+import hashlib
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from embedx.errors import ConfigError, ShapeError
 
 POOLING_REVISION = 1  # raised when a result changes; part of every file's id
+
+Function = Callable[..., Tensor]
 
 
 def none(activation: Tensor) -> Tensor:
@@ -56,6 +64,52 @@ def gap(activation: Tensor) -> Tensor:
     return activation.flatten(2).mean(2)
 
 
+def max(activation: Tensor) -> Tensor:
+    """Take the largest value of each feature map.
+
+    Args:
+        activation: Feature maps, shape ``(n, c, h, w)`` or ``(n, c, t, h, w)``.
+
+    Returns:
+        Shape ``(n, c)``.
+
+    Raises:
+        ShapeError: ``activation`` is neither.
+    """
+    _expect(activation, "max", (4, 5), "(n, c, h, w)")
+    return activation.flatten(2).amax(2)
+
+
+def gem(activation: Tensor, *, p: float = 3.0, eps: float = 1e-6) -> Tensor:
+    """Pool each feature map to its generalized mean (GeM).
+
+    Args:
+        activation: Feature maps, shape ``(n, c, h, w)`` or ``(n, c, t, h, w)``, non-negative
+            (smaller values count as ``eps``), so take them after a ReLU.
+        p: Exponent, dimensionless, above 0. 1 is average pooling, large is max pooling.
+        eps: Smallest value averaged, in the unit of ``activation``, above 0.
+
+    Returns:
+        Shape ``(n, c)``, float32 or wider, in the unit of ``activation``.
+
+    Raises:
+        ConfigError: ``p`` or ``eps`` is not above 0.
+        ShapeError: ``activation`` is of another shape.
+
+    References:
+        Radenovic, Tolias, Chum 2019, IEEE TPAMI 41(7), arXiv:1711.02512.
+    """
+    for key, value in (("p", p), ("eps", eps)):
+        if not value > 0:
+            raise ConfigError(f"pooling.{key} must be above 0, not {value!r}")
+    _expect(activation, "gem", (4, 5), "(n, c, h, w)")
+    # Powers of half-precision numbers overflow, and so do those of large ones: the largest is 1.
+    values = activation.flatten(2).to(torch.promote_types(activation.dtype, torch.float32))
+    values = values.clamp(min=eps)
+    largest = values.amax(2, keepdim=True)
+    return (values / largest).pow(p).mean(2).pow(1 / p) * largest.squeeze(2)
+
+
 def cls(activation: Tensor) -> Tensor:
     """Take the first token, the class token of a vision transformer.
 
@@ -75,29 +129,61 @@ def cls(activation: Tensor) -> Tensor:
     return activation[:, 0]
 
 
-def mean_token(activation: Tensor) -> Tensor:
-    """Average the tokens, class token included.
+def mean_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Average the tokens, class token included, padding left out.
 
     Args:
         activation: Tokens, shape ``(n, t, d)``.
+        mask: Shape ``(n, t)``, true or 1 for a token and false or 0 for padding; None for none.
 
     Returns:
-        Shape ``(n, d)``.
+        Shape ``(n, d)``; NaN for a sample of padding alone.
 
     Raises:
-        ShapeError: ``activation`` is not 3-dimensional.
+        ShapeError: ``activation`` is not 3-dimensional, or ``mask`` is not of its shape.
     """
     _expect(activation, "mean_token", (3,), "(n, t, d)")
-    return activation.mean(1)
+    if mask is None:
+        return activation.mean(1)
+    if mask.shape != activation.shape[:2]:
+        raise ShapeError(
+            f"the mask has shape {tuple(mask.shape)} and the tokens {tuple(activation.shape)}; "
+            "give one value a token"
+        )
+    weights = mask.to(activation.dtype).unsqueeze(2)
+    # Padding may hold anything, NaN too, and 0 * NaN is NaN.
+    kept = torch.where(weights > 0, activation, 0)
+    return kept.sum(1) / weights.sum(1)
 
 
-POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+POOLINGS: dict[str, Function] = {
     "none": none,
     "flatten": flatten,
     "gap": gap,
+    "max": max,
+    "gem": gem,
     "cls": cls,
     "mean_token": mean_token,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """How the activation of one capture point becomes vectors.
+
+    Attributes:
+        name: As it is stored and told; ``auto`` until the first activation shows the shape.
+        function: From an activation to ``(n, d)``; None for ``auto``.
+        code: Tells a function of the user's own, whose name alone would not; empty for ours.
+    """
+
+    name: str
+    function: Function | None
+    code: str = ""
+
+    @property
+    def takes_mask(self) -> bool:
+        return self.function is not None and "mask" in inspect.signature(self.function).parameters
 
 
 def _expect(activation: Tensor, name: str, ndims: tuple[int, ...], form: str) -> None:
@@ -110,39 +196,63 @@ def _expect(activation: Tensor, name: str, ndims: tuple[int, ...], form: str) ->
 
 def _choices(activation: Tensor) -> str:
     fitting = {2: ["none"], 3: ["cls", "mean_token", "flatten"]}.get(
-        activation.ndim, ["gap", "flatten"]
+        activation.ndim, ["gap", "max", "gem", "flatten"]
     )
     return " or ".join(f"pooling={name}" for name in fitting)
 
 
-def per_point(pooling: str | Sequence[str], *, n_points: int) -> list[str]:
-    """One name for each capture point.
+def per_point(
+    pooling: str | Function | Sequence[str | Function], *, n_points: int
+) -> list[Pooling]:
+    """One pooling for each capture point.
 
     Args:
-        pooling: A name for all points, or a list with one for each.
+        pooling: A name or a function for all points, or a list with one for each.
         n_points: How many there are.
 
     Raises:
         ConfigError: An unknown name, or a list of another length.
     """
-    names = [pooling] * n_points if isinstance(pooling, str) else list(pooling)
-    for name in names:
-        if name != "auto" and name not in POOLINGS:
-            known = ", ".join(["auto", *POOLINGS])
-            raise ConfigError(f"pooling {name!r} is not known; choose one of: {known}")
-    if len(names) != n_points:
+    is_one = isinstance(pooling, str) or callable(pooling)
+    given = [pooling] * n_points if is_one else list(pooling)  # type: ignore[arg-type]
+    if len(given) != n_points:
         raise ConfigError(
-            f"pooling lists {len(names)} names for {n_points} layers; give one for all or one each"
+            f"pooling lists {len(given)} names for {n_points} layers; give one for all or one each"
         )
-    return names
+    return [_named(one) for one in given]
 
 
-def choose(activation: Tensor, *, tokens: str | None = None) -> str:
+def _named(pooling: Any) -> Pooling:
+    if isinstance(pooling, str):
+        if pooling != "auto" and pooling not in POOLINGS:
+            known = ", ".join(["auto", *POOLINGS])
+            raise ConfigError(f"pooling {pooling!r} is not known; choose one of: {known}")
+        return Pooling(pooling, POOLINGS.get(pooling))
+    if not callable(pooling):
+        raise ConfigError(f"pooling must be a name or a function, not a {type(pooling).__name__}")
+    function, arguments = pooling, {}
+    if isinstance(pooling, functools.partial):
+        function, arguments = pooling.func, pooling.keywords
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = ""
+    if POOLINGS.get(name) is not function:
+        module = getattr(function, "__module__", "")
+        try:
+            source = inspect.getsource(function)
+        except (OSError, TypeError):  # typed at a prompt, or compiled
+            source = ""
+        code = hashlib.sha256(f"{module}.{name}\0{source}".encode()).hexdigest()
+    shown = ", ".join(f"{key}={value!r}" for key, value in sorted(arguments.items()))
+    return Pooling(f"{name}({shown})" if shown else name, pooling, code)
+
+
+def choose(activation: Tensor, *, tokens: str | None = None, is_masked: bool = False) -> str:
     """The pooling that ``auto`` means for an activation.
 
     Args:
         activation: ``(n, d)``, ``(n, t, d)`` or ``(n, c, h, w)``.
         tokens: The pooling of the model's family for tokens, such as ``cls``.
+        is_masked: Whether it is known which tokens are padding; the others are then averaged.
 
     Raises:
         ShapeError: The shape could mean several things; the message lists the choices.
@@ -150,8 +260,8 @@ def choose(activation: Tensor, *, tokens: str | None = None) -> str:
     shape = tuple(activation.shape)
     if len(shape) == 2:
         return "none"
-    if len(shape) == 3 and tokens is not None:
-        return tokens
+    if len(shape) == 3 and (tokens is not None or is_masked):
+        return tokens or "mean_token"
     # (n, 7, 7, 768) is what networks that keep channels last give: averaging its last two axes
     # would be silently wrong.
     channels_last = len(shape) == 4 and shape[1] == shape[2] != shape[3]

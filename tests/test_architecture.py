@@ -21,7 +21,11 @@ MAY_IMPORT = {
     "store": ["errors"],
     **{part: ["checks", "errors", "store"] for part in PARTS},
     "models": ["checkpoints", "errors"],
-    **{stage: ["checks", "configs", "errors", "progress", "store", *PARTS] for stage in STAGES},
+    "rows": ["errors", "hooks", "pooling", "store"],
+    **{
+        stage: ["rows", "checks", "configs", "errors", "progress", "store", *PARTS]
+        for stage in STAGES
+    },
     "cli": ["__init__", "checks", "configs", "errors", "store", *PARTS, *STAGES],
     "__main__": ["cli"],
     "__init__": ["store", "hooks", *STAGES],
@@ -40,7 +44,7 @@ OWNERS = {
     "tensorboard": {"export"},
     "matplotlib": {"view"},
 }
-TORCH_AT_THE_TOP = {"checkpoints", "extract", "hooks", "models", "pooling"}
+TORCH_AT_THE_TOP = {"checkpoints", "extract", "hooks", "models", "pooling", "rows"}
 SPELLINGS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 
 

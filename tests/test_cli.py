@@ -135,6 +135,18 @@ MISTAKES = {
         1,
         r"LayerError: AlexNet has no layer 'clasifier'; the nearest .* are classifier, .*",
     ),
+    "extract model=alexnet pooling={_target_:embedx.pooling.gem,q:4}": (
+        1,
+        r"ConfigError: there is no key 'pooling.q'; the nearest are pooling.p, pooling.eps",
+    ),
+    "extract model=alexnet pooling={p:4}": (
+        1,
+        r"ConfigError: pooling={'p': 4} has no _target_; name a function of an activation",
+    ),
+    "extract model=alexnet pooling=[{_target_:nope.pool}]": (
+        1,
+        r"ConfigError: pooling._target_=nope.pool cannot be imported .*",
+    ),
     "extract model=alexnet model.weights=null pooling=gab": (
         1,
         r"ConfigError: pooling 'gab' is not known; choose one of: auto, none, .*",
@@ -637,6 +649,8 @@ def my_conf(tmp_path: Path) -> Path:
         "    return nn.Sequential(nn.Flatten(), *body, nn.Linear(12, 2))\n"
         "def rows(n):\n"
         "    return np.random.default_rng(0).normal(size=(n, 3, 2, 2)).astype('float32')\n"
+        "def corner(activation):\n"
+        "    return activation[:, :, 0, 0]\n"
         "def first(x, *, n_components=2):\n"
         "    return Result(x[:, :n_components])\n"
     )
@@ -773,6 +787,8 @@ def again(path: Path, embedx_here: Here) -> list[str]:
         (*TINY, "batch_size=5", "layers=[features.3,classifier.5]", "pooling=[gap,none]"),
         (*TINY, "dtype=float16", "save_outputs=true", "thumbnails=0", 'name="a, b=c\'d"'),
         ("--config-dir", "my conf", "model=net", "data=rows", "data.n=7", "out=de/ep"),
+        (*TINY, "layers=features", "normalize=true", "pooling={_target_:embedx.pooling.gem,p:4}"),
+        (*TINY, "layers=[features,features.1]", "pooling=[{_target_:mine.corner},max]"),
         (*TINY[:3], "data=folder", "data.root=photos", "data.labels=none", "model.resize=70"),
     ],
 )

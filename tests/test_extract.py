@@ -503,6 +503,162 @@ class Endless(torch.utils.data.Dataset[Tensor]):
         return torch.zeros(4)
 
 
+class Named(nn.Module):
+    """Takes tokens and a mask by name, and returns a loss alone, as some training code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, target: Tensor) -> dict[str, Tensor]:
+        x = self.head(self.embed(tokens).mean(1))
+        return {"loss": nn.functional.cross_entropy(x, target)}
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Items are dicts by the names of the model's arguments; item 3 cannot be read."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randn(7, 5, 3, generator=generator)
+        self.lengths = [5, 1, 4, 2, 3, 5, 2]
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if i == 3:
+            raise ValueError("torn")
+        mask = torch.arange(5) < self.lengths[i]
+        return {"tokens": self.tokens[i], "attention_mask": mask, "target": torch.tensor(1)}
+
+
+def collate_dicts(items: list[object]) -> object:
+    return torch.utils.data.default_collate(items)
+
+
+@pytest.mark.parametrize("with_collate", [False, True])
+def test_items_that_are_dicts_enter_by_name_and_padding_is_left_out(
+    with_collate: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, model = Sentences(), Named().eval()
+    given: object = data
+    if with_collate:
+        given = loader_of(data, collate_fn=collate_dicts, batch_size=3)
+    with caplog.at_level("INFO"):
+        run = embedx.extract(model, given, layers=["embed", "head"], batch_size=3, out=tmp_path)
+    assert "pooling of embed: mean_token, from (n, 5, 4)" in caplog.text
+    assert run.status.tolist() == [1, 1, 1, 2, 1, 1, 1]
+    for i in (0, 1, 2, 4, 5, 6):
+        wanted = model.embed(data.tokens[i, : data.lengths[i]]).mean(0).detach().numpy()
+        np.testing.assert_allclose(run.embeddings["embed"][i], wanted, rtol=1e-5, atol=1e-6)
+        wanted = model.head(model.embed(data.tokens[i : i + 1]).mean(1)).detach().numpy()[0]
+        np.testing.assert_allclose(run.embeddings["head"][i], wanted, rtol=1e-5, atol=1e-6)
+    data.tokens[0, 0, 0] += 1
+    with pytest.raises(StoreError, match="the data has changed since"):
+        embedx.extract(model, given, layers=["embed", "head"], batch_size=3, out=tmp_path)
+
+
+def test_dicts_of_other_names_or_shapes_are_one_line(tmp_path: Path) -> None:
+    x = torch.zeros(2, 3)
+    for items, message in {
+        "names": ([{"x": x}, {"y": x}], r"sample 1 has y and sample 0 has x; give all samples"),
+        "shapes": ([{"x": x}, {"x": x[0]}], r"sample 1 is \(3,\) float32 and sample 0 is \(2, 3\)"),
+        "mixed": ([{"x": x}, x], "sample 1 has no names and sample 0 has x"),
+        "late": ([x, {"x": x}], "sample 1 has names and sample 0 has none"),
+    }.values():
+        with pytest.raises(ShapeError, match=message):
+            embedx.extract(nn.Sequential(nn.Linear(3, 2)).eval(), items, out=tmp_path / "o")
+    with pytest.raises(ModelError, match=r"failed on a batch of shape x \(1, 2, 3\): TypeError"):
+        embedx.extract(nn.Sequential(nn.Linear(3, 2)).eval(), [{"x": x}], out=tmp_path / "o")
+
+
+class Stages(nn.Module):
+    """Counts how often each of its layers ran; on the last batch the first may be left out."""
+
+    def __init__(self, *, skip_on: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.early, self.late, self.head = (nn.Linear(4, 4) for _ in range(3))
+        self.ran: list[int] = [0, 0, 0]
+        self.skip_on = skip_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ran[1] + self.ran[2] != self.skip_on:
+            self.ran[0] += 1
+            x = self.early(x)
+        self.ran[1] += 1
+        x = self.late(x)
+        self.ran[2] += 1
+        return self.head(x)
+
+
+def test_after_the_first_pass_the_layers_behind_the_last_wanted_one_do_not_run(
+    tmp_path: Path,
+) -> None:
+    x = torch.randn(20, 4)
+    model = Stages().eval()
+    run = embedx.extract(model, x, layers="early", batch_size=5, out=tmp_path / "early")
+    # Four passes begin, and one counts the calls of a whole one.
+    assert model.ran == [4, 1, 1]
+    wanted = model.early(x).detach().numpy()
+    np.testing.assert_allclose(run.embeddings["early"], wanted, rtol=1e-5, atol=1e-6)
+    model = Stages().eval()
+    both = embedx.extract(model, x, layers=["late", "early"], batch_size=5, out=tmp_path / "both")
+    assert model.ran == [4, 4, 1]
+    np.testing.assert_array_equal(both.embeddings["early"], run.embeddings["early"])
+    wanted = model.late(model.early(x)).detach().numpy()
+    np.testing.assert_allclose(both.embeddings["late"], wanted, rtol=1e-5, atol=1e-6)
+    model = Stages().eval()
+    kept = embedx.extract(
+        model, x, layers="early", batch_size=5, save_outputs=True, out=tmp_path / "outputs"
+    )
+    assert model.ran == [4, 4, 4]
+    np.testing.assert_allclose(
+        kept.outputs["logits"], model(x).detach().numpy(), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_layer_that_is_left_out_of_one_pass_is_an_error_that_names_the_rows(
+    tmp_path: Path,
+) -> None:
+    model = Stages(skip_on=4).eval()
+    with pytest.raises(LayerError, match=r"^rows 10 to 14: early did not fire in this pass"):
+        embedx.extract(
+            model, torch.randn(20, 4), layers=["early", "head"], batch_size=5, out=tmp_path
+        )
+    assert not (tmp_path / "embeddings.h5").exists()
+
+
+def test_rows_of_length_one_and_a_pooling_of_ones_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU()).eval()
+    x = torch.randn(6, 1, 5, 5)
+    x[2] = 0
+    model[0].bias.data.zero_()
+    plain = model(x).detach()
+
+    def corner(activation: Tensor) -> Tensor:
+        return activation[:, :, 0, 0]
+
+    run = embedx.extract(
+        model, x, layers=["0", "1"], pooling=[corner, "max"], normalize=True, out=tmp_path
+    )
+    for point, wanted in {"0": model[0](x).detach()[:, :, 0, 0], "1": plain.amax((2, 3))}.items():
+        norm = wanted.norm(dim=1, keepdim=True)
+        expected = torch.where(norm > 0, wanted / norm, 0).numpy()
+        np.testing.assert_allclose(run.embeddings[point], expected, rtol=1e-5, atol=1e-6)
+    assert not run.embeddings["1"][2].any()
+    assert run.ok.all()
+    import h5py
+
+    with h5py.File(run.path) as file:
+        assert file["embeddings/1"].attrs["normalized"]
+        assert file["embeddings/0"].attrs["pooling"].endswith("corner")
+    with pytest.raises(StoreError, match="holds another run: normalize is true there and false"):
+        embedx.extract(model, x, layers=["0", "1"], pooling=[corner, "max"], out=tmp_path)
+
+
 def test_loaders_whose_rows_would_not_be_those_of_a_dataset_are_refused_in_one_line(
     tmp_path: Path,
 ) -> None:
@@ -535,9 +691,9 @@ def test_loaders_whose_rows_would_not_be_those_of_a_dataset_are_refused_in_one_l
         (Stream(), DataError, "data is a Stream, an IterableDataset, which has no order"),
         (loader_of(Endless()), DataError, "data is a Endless; give a folder"),
         (
-            loader_of(pairs, collate_fn=lambda items: {"x": items[0][0]}),
+            loader_of(pairs, collate_fn=str),
             ConfigError,
-            "the collate_fn of the DataLoader gives a dict; let it give a tensor, or a tuple",
+            "the collate_fn of the DataLoader gives a str; let it give a tensor, a dict of tensors",
         ),
         (
             loader_of(pairs, collate_fn=lambda items: take_first(items)[:2], batch_size=4),

@@ -1,5 +1,7 @@
 """From activations to vectors: against NumPy, and errors for what is ambiguous."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -57,9 +59,73 @@ def test_a_pooling_refuses_a_shape_it_does_not_mean(name: str, shape: tuple[int,
 
 
 def test_names_are_one_for_all_or_one_each() -> None:
-    assert pooling.per_point("gap", n_points=2) == ["gap", "gap"]
-    assert pooling.per_point(["gap", "auto"], n_points=2) == ["gap", "auto"]
+    def names(given: object) -> list[str]:
+        return [one.name for one in pooling.per_point(given, n_points=2)]  # type: ignore[arg-type]
+
+    assert names("gap") == ["gap", "gap"]
+    assert names(["gap", "auto"]) == ["gap", "auto"]
+    assert names([functools.partial(pooling.gem, p=4), "max"]) == ["gem(p=4)", "max"]
     with pytest.raises(ConfigError, match="lists 1 names for 2 layers"):
         pooling.per_point(["gap"], n_points=2)
     with pytest.raises(ConfigError, match="'gpa' is not known; choose one of: auto, none"):
         pooling.per_point("gpa", n_points=1)
+    with pytest.raises(ConfigError, match="must be a name or a function, not a int"):
+        pooling.per_point([3], n_points=1)  # type: ignore[list-item]
+
+
+def test_a_function_of_ones_own_is_told_by_what_it_does() -> None:
+    def halves(activation: torch.Tensor) -> torch.Tensor:
+        return activation.flatten(1) / 2
+
+    (one,) = pooling.per_point(halves, n_points=1)
+    assert one.name.endswith("halves")
+    first = one.code
+
+    def halves(activation: torch.Tensor) -> torch.Tensor:  # type: ignore[no-redef]
+        return activation.flatten(1) / 2.0
+
+    (other,) = pooling.per_point(halves, n_points=1)
+    assert other.name == one.name
+    assert "" != first != other.code
+    assert pooling.per_point("gap", n_points=1)[0].code == ""
+    assert pooling.per_point(pooling.gap, n_points=1) == pooling.per_point("gap", n_points=1)
+
+
+def test_largest_values_and_generalized_means_equal_numpy() -> None:
+    maps = torch.rand(2, 3, 4, 5) * 9
+    numpy = maps.numpy().astype(np.float64)
+    np.testing.assert_array_equal(pooling.max(maps).numpy(), maps.numpy().max((2, 3)))
+    for p in (1.0, 3.0, 7.5):
+        wanted = (numpy**p).mean((2, 3)) ** (1 / p)
+        np.testing.assert_allclose(pooling.gem(maps, p=p).numpy(), wanted, rtol=1e-5)
+    np.testing.assert_allclose(pooling.gem(maps, p=1).numpy(), pooling.gap(maps).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(
+        pooling.gem(maps, p=400).numpy(), pooling.max(maps).numpy(), rtol=2e-2
+    )
+    # What is below eps counts as eps, and neither large nor half-precision numbers overflow.
+    np.testing.assert_allclose(pooling.gem(-maps, eps=0.25).numpy(), 0.25, rtol=1e-5)
+    np.testing.assert_allclose(
+        pooling.gem(maps * 1e30).numpy(), (numpy**3).mean((2, 3)) ** (1 / 3) * 1e30, rtol=1e-4
+    )
+    half = pooling.gem((maps * 1000).half())
+    assert half.dtype == torch.float32
+    assert torch.isfinite(half).all()
+    for arguments in ({"p": 0}, {"eps": 0.0}, {"p": float("nan")}):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            pooling.gem(maps, **arguments)
+
+
+def test_padding_is_left_out_of_the_mean_whatever_it_holds() -> None:
+    tokens = torch.randn(3, 5, 4)
+    lengths = [5, 2, 1]
+    mask = torch.tensor([[i < n for i in range(5)] for n in lengths])
+    wanted = np.stack([tokens[i, :n].numpy().mean(0) for i, n in enumerate(lengths)])
+    for spelling in (mask, mask.long(), mask.float()):
+        padded = torch.where(mask.unsqueeze(2), tokens, torch.nan)
+        got = pooling.mean_token(padded, mask=spelling).numpy()
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert pooling.mean_token(tokens, mask=torch.zeros(3, 5)).isnan().all()
+    with pytest.raises(ShapeError, match=r"the mask has shape \(3, 4\)"):
+        pooling.mean_token(tokens, mask=mask[:, :4])
+    assert pooling.choose(tokens, is_masked=True) == "mean_token"
+    assert pooling.choose(tokens, tokens="cls", is_masked=True) == "cls"
