@@ -6,7 +6,6 @@ say something else than the program does.
 
 import importlib
 import inspect
-import os
 import re
 import types
 import typing
@@ -18,17 +17,10 @@ import torchvision
 
 import embedx
 from embedx import cli, models
-from embedx.configs import Configs, conf_dir
+from embedx.checks import WORDS, without_article
+from embedx.configs import ROLE, Configs, conf_dir
 
 CONFIGS = Configs()
-ROLE = r":\w+:`~?([^`]+)`"
-WORDS = {
-    str: "text",
-    int: "whole number",
-    float: "number",
-    bool: "true, false",
-    type(None): "null",
-}
 
 
 def write(folder: Path) -> None:
@@ -150,7 +142,7 @@ def models_page() -> str:
 
 def input_px(node: Mapping[str, Any]) -> int | None:
     """Side in px of the square that enters, where the file or the weights fix it."""
-    if node.get("input_size") is not None or node["name"] == "???":
+    if node.get("input_size") is not None or node["name"] in (None, "???"):
         return typing.cast(int | None, node.get("input_size"))
     if node["name"] in models._LITE_SIZES_PX:
         return models._LITE_SIZES_PX[node["name"]]
@@ -189,13 +181,11 @@ def taken(hint: Any) -> str:
         words = dict.fromkeys(taken(argument) for argument in arguments)
         words.pop("", None)
         return ", or ".join(words)
-    if origin is os.PathLike:
-        return "text"
+    if word := WORDS.get(origin or hint):
+        return without_article(word)
     if origin is not None:
         inner = [argument for argument in arguments if argument is not ...]
         return f"list of {taken(inner[0])}s"
-    if hint in WORDS:
-        return WORDS[hint]
     return ""  # what can only be handed over from Python
 
 

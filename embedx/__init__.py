@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from embedx import data as data
+    from embedx import errors as errors
+    from embedx import models as models
+    from embedx import pooling as pooling
+    from embedx import store as store
     from embedx.evaluate import evaluate as evaluate
     from embedx.export import export as export
     from embedx.extract import extract as extract
     from embedx.hooks import capture as capture
     from embedx.project import project as project
+    from embedx.record import join as join
+    from embedx.record import record as record
     from embedx.store import open as open
     from embedx.view import view as view
 
@@ -22,12 +29,27 @@ _PUBLIC = {
     "evaluate": "evaluate",
     "export": "export",
     "extract": "extract",
+    "join": "record",
     "open": "store",
     "project": "project",
+    "record": "record",
     "view": "view",
 }
 
-__all__ = ["capture", "evaluate", "export", "extract", "open", "project", "view"]
+# Modules with names that users need: embedx.models.Preprocess, embedx.errors.LayerError.
+_MODULES = ("data", "errors", "models", "pooling", "store")
+
+__all__ = [
+    "capture",
+    "evaluate",
+    "export",
+    "extract",
+    "join",
+    "open",
+    "project",
+    "record",
+    "view",
+]
 
 
 class _Package(ModuleType):
@@ -41,6 +63,8 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"embedx.{name}")
         if name not in _PUBLIC:
             raise AttributeError(f"module 'embedx' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"embedx.{_PUBLIC[name]}"), name)
@@ -48,7 +72,7 @@ class _Package(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_PUBLIC})
+        return sorted({*super().__dir__(), *_PUBLIC, *_MODULES})
 
 
 sys.modules[__name__].__class__ = _Package

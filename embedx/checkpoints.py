@@ -1,7 +1,6 @@
 """Weights from files of others: read without unpickling, checked, and put into a network."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -16,12 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from embedx.errors import ModelError, first_line
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +34,8 @@ class Checkpoint:
 
 _WRAPPINGS = ("state_dict", "model", "model_state_dict")
 _AVERAGED = ("model_ema", "ema_state_dict", "state_dict_ema", "ema")
-_PREFIXES = ("module.", "model.", "backbone.", "encoder.", "_orig_mod.")
+# Lightning writes them; older or stripped files of it lack some.
+_OF_LIGHTNING = {"pytorch-lightning_version", "hparams_name", "hyper_parameters", "lr_schedulers"}
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -52,21 +46,23 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     wrapping; what lies beside it is passed over and named.
 
     Args:
-        path: The file.
+        path: The file; a leading ``~`` is the home folder.
 
     Raises:
         ModelError: Not there, not a checkpoint, or it holds something other than dense tensors
             or fewer values than it declares.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "is not there"
         raise ModelError(f"the checkpoint {path} {what}; check model.checkpoint")
     loaded: Any = _read_tensors(path)
     beside: list[str] = []
     is_lightning = False
-    while isinstance(loaded, Mapping):
-        is_lightning = is_lightning or "pytorch-lightning_version" in loaded
+    for _ in range(8):  # a dict may hold itself
+        if not isinstance(loaded, Mapping):
+            break
+        is_lightning = is_lightning or bool(_OF_LIGHTNING & {str(key) for key in loaded})
         inner = next((key for key in _WRAPPINGS if isinstance(loaded.get(key), Mapping)), None)
         if inner is None:
             break
@@ -168,13 +164,9 @@ def without_prefix(
     """
     fitting: dict[str, int] = {}
     for key in checkpoint.tensors:
-        rest, more = key, True
-        while more:
-            if rest in own:
-                prefix = key.removesuffix(rest)
-                fitting[prefix] = fitting.get(prefix, 0) + 1
-            taken = next((prefix for prefix in _PREFIXES if rest.startswith(prefix)), "")
-            rest, more = rest.removeprefix(taken), bool(taken)
+        for start in [0, *(i + 1 for i, letter in enumerate(key) if letter == ".")]:
+            if key[start:] in own:
+                fitting[key[:start]] = fitting.get(key[:start], 0) + 1
     most = max(fitting.values(), default=0)
     best = sorted(prefix for prefix, count in fitting.items() if count == most)
     if len(best) > 1 and most * 2 > len(own):

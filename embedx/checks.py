@@ -5,10 +5,10 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from embedx.errors import ConfigError, nearest
+from embedx.errors import ConfigError, nearest, short
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,21 +16,41 @@ R = TypeVar("R")
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Check every call of a public function as :func:`check_arguments` does."""
+    by_position = [
+        name
+        for name, parameter in signature_of(function).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            bound = inspect.signature(function).bind(*args, **kwargs)
-        except TypeError as error:
+        values = dict(zip(by_position, args, strict=False))
+        if len(args) > len(by_position):
             raise ConfigError(
-                f"{function.__name__}: {error}; see help({function.__name__})"
-            ) from None
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name in bound.arguments:
-                check_argument(name, bound.arguments[name], parameter.annotation)
+                f"{function.__name__} takes {', '.join(by_position)} without a name, and it was "
+                f"given {len(args)} values so; name the others: KEY=VALUE"
+            )
+        if twice := sorted(values.keys() & kwargs.keys()):
+            raise ConfigError(f"{function.__name__} was given {twice[0]} twice; give it once")
+        check_arguments(function, {**values, **kwargs})
         return function(*args, **kwargs)
 
     return call
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """The arguments that a function takes.
+
+    Raises:
+        ConfigError: Python cannot tell, as of some that are written in C.
+    """
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"{_name(function)} does not say which arguments it takes; wrap it in a function of "
+            "your own that does"
+        ) from None
 
 
 def check_arguments(
@@ -53,22 +73,71 @@ def check_arguments(
     Raises:
         ConfigError: Names the key, both values, and the nearest key.
     """
-    parameters = inspect.signature(function).parameters
+    signature = signature_of(function)
+    parameters = signature.parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    named = list(parameters)[positional:]
+    named = _named(function, positional)
     for key, value in values.items():
-        if key in named and parameters[key].kind is not inspect.Parameter.VAR_KEYWORD:
+        if key in named:
             check_argument(f"{where}{key}", value, parameters[key].annotation)
         elif not takes_any:
             raise unknown_key(f"{where}{key}", [f"{where}{name}" for name in named])
     try:
-        inspect.signature(function).bind(*[None] * positional, **values)
+        signature.bind(*[None] * positional, **values)
     except TypeError as error:
-        raise ConfigError(f"{function.__module__}.{function.__name__}: {error}") from None
+        raise ConfigError(f"{_name(function)}: {error}") from None
+
+
+def refuse_taken(
+    stage: Callable[..., Any],
+    *,
+    plugin: Callable[..., Any],
+    given: Iterable[str],
+    positional: int,
+    where: str,
+    also: Sequence[str] = (),
+) -> None:
+    """Refuse a plugin's parameter that has the name of one of the stage that calls it.
+
+    A stage takes both side by side, ``project(run, method=f, layer="fc", k=3)``: it would keep such
+    a value to itself, and the plugin would get its default.
+
+    Args:
+        stage: The function that will call the plugin.
+        plugin: A function of the user's own.
+        given: Names of what it will be called with.
+        positional: How many arguments will come before them.
+        where: Prefix of the names, for the message.
+        also: More names that the stage has use for.
+
+    Raises:
+        ConfigError: Names the first of them.
+    """
+    own = _named(stage)
+    for name in [*_named(plugin, positional), *given]:
+        if name in own or name in also:
+            raise ConfigError(
+                f"{where}{name} cannot be passed on: {stage.__name__} has {name!r} for itself; "
+                f"give that parameter of {_name(plugin)} another name"
+            )
+
+
+def _named(function: Callable[..., Any], positional: int = 0) -> list[str]:
+    """The parameters after the first ones that can be given by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = list(signature_of(function).parameters.values())[positional:]
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '?')}.{name}"
 
 
 def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
     """The error for a key that is not there, with the nearest ones."""
+    if not known:
+        return ConfigError(f"there is no key {key!r}, and none at all can be given here")
     return ConfigError(f"there is no key {key!r}; the nearest are {', '.join(nearest(key, known))}")
 
 
@@ -93,18 +162,20 @@ def check_argument(key: str, value: Any, hint: Any) -> None:
         shown = repr(value) if isinstance(value, (str, int, float, list, dict)) else _kind(value)
         if isinstance(value, bool):
             shown = str(value).lower()
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
         raise ConfigError(
-            f"{key} must be {_in_words(hint)}, not {shown}{_suggestion(hint, value)}"
+            f"{key} must be {_in_words(hint)}, not {short(shown)}{_suggestion(hint, value)}"
         ) from None
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    return "null" if value is None else _with_article(type(value).__name__)
 
 
-_WORDS = {
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeio' else 'a'} {name}"
+
+
+WORDS = {
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -122,11 +193,15 @@ def _in_words(hint: Any) -> str:
         words = [_in_words(part) for part in parts]
         return " or ".join(dict.fromkeys(words))
     if origin in (list, Sequence):
-        return f"a list of {_in_words(parts[0]).removeprefix('a ')}s"
+        return f"a list of {without_article(_in_words(parts[0]))}s"
     if origin is Callable:
         return "a function"
     name = getattr(hint, "__name__", str(hint))
-    return _WORDS.get(origin or hint, f"a {name}")
+    return WORDS.get(origin or hint, _with_article(name))
+
+
+def without_article(words: str) -> str:
+    return words.removeprefix("a ").removeprefix("an ")
 
 
 def _suggestion(hint: Any, value: Any) -> str:

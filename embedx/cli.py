@@ -5,8 +5,9 @@ cannot take, and leaves the rest (composition, help, sweeps) to Hydra. The compo
 checked against the signatures of the functions it calls. Only this module imports hydra.
 """
 
+import contextlib
+import dataclasses
 import functools
-import hashlib
 import importlib
 import inspect
 import io
@@ -23,8 +24,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from embedx import __version__
-from embedx.checks import check_argument, check_arguments, unknown_key
-from embedx.configs import ROW_SETTINGS, Configs, conf_dir, override, public_config, quoted
+from embedx.checks import check_argument, check_arguments, refuse_taken, unknown_key
+from embedx.configs import (
+    ROW_SETTINGS,
+    Configs,
+    conf_dir,
+    override,
+    quoted,
+    read_settings,
+    settings_sha256,
+)
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -51,6 +60,7 @@ STAGES = {
     "layers": "list the layers of a model",
     "info": "say what is in a file, and check it",
 }
+NOTE_LINES = 12
 PAGE = """embedx turns PyTorch models into embeddings, and embeddings into maps.
 
 usage: python -m embedx STAGE [KEY=VALUE ...] [FLAGS]
@@ -72,8 +82,8 @@ FLAGS = {
     **dict.fromkeys(["--cfg", "-c", "--package", "-p", "--config-path", "-cp"], True),
     **dict.fromkeys(["--config-name", "-cn", "--config-dir", "-cd"], True),
     **dict.fromkeys(["--shell-completion", "-sc"], False),
-    "--experimental-rerun": True,
 }
+UNSAID = "the file does not say how it was made"
 _WORKS_ON = {  # stage -> the key that names its run; the newest where it is not given
     "project": "embeddings",
     "evaluate": "embeddings",
@@ -191,10 +201,18 @@ def _complete_shell(words: Sequence[str]) -> int:
             if option == "???" and group not in given:
                 rest = f" {group}={configs.options(group)[0]}{rest}"
         os.environ["COMP_LINE"] = f"embedx{rest}"
+    printed = io.StringIO()
     try:
-        _run_hydra(stage, ["-sc", *words, *flags], lambda _: None)
+        with contextlib.redirect_stdout(printed):
+            _run_hydra(stage, ["-sc", *words, *flags], lambda _: None)
     except Exception:  # a traceback at the prompt helps nobody who pressed Tab
         return 1
+    answer = printed.getvalue()
+    if words and words[0].startswith("query="):
+        # The shell expands what it is offered: a file may be called $(anything).
+        offered = re.findall(r"(?<!\S)[\w./=:+@,~-]+(?!\S)", answer)
+        answer = " ".join(offered) + "\n"
+    print(answer, end="")
     return 0
 
 
@@ -222,14 +240,17 @@ class _Lines(logging.Handler):
 
 def _legible(line: str) -> str:
     """One line without what drives a terminal: it may hold text from data."""
-    line = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", "?", line)
+    line = re.sub(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", "?", line)
     return line.encode("utf-8", "backslashreplace").decode()
 
 
 def _print_error(error: BaseException) -> None:
     for note in getattr(error, "__notes__", []):
-        for line in note.split("\n"):
+        lines = note.split("\n")
+        for line in lines[:NOTE_LINES]:
             print(_legible(line), file=sys.stderr)
+        if len(lines) > NOTE_LINES:
+            print(f"... and {len(lines) - NOTE_LINES} more", file=sys.stderr)
     print(_legible(f"{type(error).__name__}: {error}"), file=sys.stderr)
 
 
@@ -249,6 +270,32 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             overrides.append(word)
     return overrides, flags
+
+
+def _without_config_dir(flags: Sequence[str]) -> tuple[list[str], str | None]:
+    """Flags without ``--config-dir``, and the folder that it names.
+
+    Raises:
+        ConfigError: It names none, or is there twice.
+    """
+    added = _flag_value(flags, "--config-dir", "-cd")
+    if added is None:
+        return list(flags), None
+    kept = []
+    n_given = 0
+    follows = False
+    for flag in flags:
+        name, equals, _ = flag.partition("=")
+        if follows:
+            follows = False
+        elif name in ("--config-dir", "-cd"):
+            n_given += 1
+            follows = not equals
+        else:
+            kept.append(flag)
+    if n_given > 1 or not added:
+        raise ConfigError("--config-dir takes one folder, once: --config-dir FOLDER")
+    return kept, added
 
 
 def _flag_value(flags: Sequence[str], *names: str) -> str | None:
@@ -347,7 +394,9 @@ def _print_help(stage: str, configs: Configs) -> None:
     groups = configs.defaults(stage)
     for group in groups:
         shown: set[str] = set()
-        for option in configs.options(group):
+        # What the default says of a key that several have comes first.
+        options = sorted(configs.options(group), key=lambda option: option != groups[group])
+        for option in options:
             for key, about in configs.explained_option(group, option).items():
                 if key not in shown:
                     shown.add(key)
@@ -386,7 +435,9 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
             f"{other.pop()} would take embedx's own config files away; put yours into a folder "
             "beside them: --config-dir FOLDER"
         )
-    configs = Configs(_flag_value(flags, "--config-dir", "-cd"))
+    flags, added = _without_config_dir(flags)
+    configs = Configs(added)
+    flags += [word for folder in configs.folders[1:] for word in ("--config-dir", str(folder))]
     if {"--help", "-h"} & set(flags):
         _print_help(stage, configs)
     try:
@@ -440,6 +491,11 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+    if sweeps and not started and not shows_only:
+        raise ConfigError(
+            "the sweep has no job: a list or a glob in it is empty; in a sweep name the values, as "
+            "in model=resnet18,resnet50"
+        )
     for label, reason in failed:
         if label:
             print(f"failed {label}", file=sys.stderr)
@@ -546,11 +602,11 @@ def _call_stage(stage: str, config: Any) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        composed = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise _one_line(error, stage, (), _configs()) from None
-    assert isinstance(values, dict)
-    values = {str(key): value for key, value in values.items()}
+    assert isinstance(composed, dict)
+    values: dict[str, Any] = {str(key): value for key, value in composed.items()}
     values.pop("experiment", None)
     known = {*_configs().keys(stage), *_configs().defaults(stage)}
     if strange := [str(key) for key in values if key not in known]:
@@ -558,7 +614,7 @@ def _call_stage(stage: str, config: Any) -> None:
     for key in ("embeddings", "out", "path"):
         if isinstance(values.get(key), str):
             values[key] = os.path.expanduser(values[key])
-    globals()[f"_stage_{stage}"](values)
+    _CALLS[stage](values)
 
 
 def _configs() -> Configs:
@@ -570,9 +626,14 @@ def _configs() -> Configs:
     return Configs(added[0] if added else None)
 
 
+def _config_dir() -> dict[str, str]:
+    """``--config-dir`` and the folder, as a command has to repeat them, or nothing."""
+    added = _configs().folders[1:]
+    return {"--config-dir": os.path.relpath(added[0])} if added else {}
+
+
 def _config_dir_words() -> list[str]:
-    """``--config-dir FOLDER`` as a command has to repeat it, or nothing."""
-    return [word for f in _configs().folders[1:] for word in ("--config-dir", os.path.relpath(f))]
+    return [word for flag in _config_dir().items() for word in flag]
 
 
 def _typed() -> list[str]:
@@ -611,9 +672,7 @@ def _extract(values: dict[str, Any]) -> Path:
         log.info("the name %s is written %s", name, folder.name)
     source = build_data()  # the quicker to fail comes first
     choices = {group: _choice(group) for group in ("model", "data")}
-    for word, given in zip(*[iter(_config_dir_words())] * 2, strict=True):
-        choices[word] = given
-    config = {**values, "choices": choices}
+    config = {**values, "choices": {**choices, **_config_dir()}}
     return extract(build_model(), source, out=folder, config=config, **settings).path
 
 
@@ -647,8 +706,7 @@ def _run_name(values: Mapping[str, Any]) -> str:
         usual["data"] = {**usual["data"], "root": str(Path.cwd().resolve() / full.name)}
     if rows == usual:
         return name
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    return f"{name}-{digest[:6]}"
+    return f"{name}-{settings_sha256(rows)[:6]}"
 
 
 def _folder_name(name: str) -> str:
@@ -669,9 +727,7 @@ def _project(values: dict[str, Any]) -> "Projection":
     from embedx.project import project
 
     settings = dict(values)
-    node = settings.pop("projection")
-    method = _node(node, "projection", bind=False)
-    parameters = {key: value for key, value in node.items() if key != "_target_"}
+    method, parameters = _plugin(settings.pop("projection"), "projection", project)
     return project(method=method, **settings, **parameters)
 
 
@@ -686,9 +742,7 @@ def _stage_export(values: dict[str, Any]) -> None:
     from embedx.export import export
 
     named = [override(key, values[key]) for key in ("embeddings", "out") if values[key]]
-    node = values.pop("exporter")
-    exporter = _node(node, "exporter", bind=False)
-    options = {key: value for key, value in node.items() if key != "_target_"}
+    exporter, options = _plugin(values.pop("exporter"), "exporter", export)
     export(exporter=exporter, **values, **options)
     _next(" ".join(["view viewer=tensorboard", *named]))
 
@@ -810,8 +864,10 @@ def _stage_layers(values: dict[str, Any]) -> None:
     node = values.pop("model")
     check_arguments(layers, values, positional=1)
     build = _node(node, "model")
-    if "weights" in node and node.get("checkpoint") is None:
-        build = _node({**node, "weights": None}, "model")  # names and shapes need no weights
+    # Names and shapes need no weights of ours; a key of the user's own may mean anything.
+    is_ours = _is_ours(_locate(node["_target_"], "model"))
+    if is_ours and "weights" in node and node.get("checkpoint") is None:
+        build = _node({**node, "weights": None}, "model")
     model = build()
     layers(model, **values)
     typed = [word for word in _typed() if word.lstrip("+").startswith("model")]
@@ -832,9 +888,13 @@ def info(*, path: str, verify: bool) -> None:
     from embedx.store import describe
 
     about = describe(path, verify=verify)
-    path = about.pop("file")
-    about = {"file": path, "again": _again(Path(path), about), **about}
-    about.pop("settings", None)  # the parameters stand there one by one
+    path = about["file"]
+    # The parameters stand there one by one; and a file may not speak in our name.
+    others = {k: v for k, v in about.items() if k not in ("file", "again", "settings", "runs code")}
+    settings = read_settings(about.get("config")) or {}
+    code = ", ".join(dict.fromkeys(_foreign_code(settings)))
+    warned = {"runs code": f"{code}, as the command above does; read it first"} if code else {}
+    about = {"file": path, "again": _again(Path(path), about), **warned, **others}
     width = max(map(len, about))
     for key, value in about.items():
         first, *rest = str(value).rstrip().split("\n")
@@ -844,46 +904,105 @@ def info(*, path: str, verify: bool) -> None:
 
 
 def _again(path: Path, attrs: Mapping[str, Any]) -> str:
-    """The command that would make a file again: with the same ``out`` it finds it done."""
-    import yaml
+    """The command that would make a file again: with the same ``out`` it finds it done.
 
+    A file may hold anything: what comes out of it into a command is quoted, word by word.
+    """
     from embedx import store
 
-    if attrs.get("format") == store.PROJECTION_FORMAT:
+    is_projection = attrs.get("format") == store.PROJECTION_FORMAT
+    try:
+        words = _project_again(path, attrs) if is_projection else _extract_again(path, attrs)
+    except (ConfigError, RecursionError):
+        return UNSAID
+    if isinstance(words, str):
+        return words
+    command = _command(*words)
+    if not command.isprintable():
+        return "made with settings that no terminal shows: characters that steer it"
+    return command
+
+
+def _project_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
+    from embedx import store
+
+    try:
         settings = json.loads(attrs["settings"])
-        function = settings.pop("function", f"embedx.project.{settings.pop('method')}")
-        layer = settings.pop("layer")
-        configs = _configs()
-        options = configs.options("projection")
-        targets = {configs.document(f"projection/{name}").get("_target_"): name for name in options}
-        if function not in targets:
-            return f"made from Python, by embedx.project with {function}"
-        parent = path.parent.parent / store.EMBEDDINGS_NAME
+    except (KeyError, TypeError, ValueError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ConfigError("the settings are not JSON")
+    method, layer = settings.pop("method", None), settings.pop("layer", None)
+    function = settings.pop("function", f"embedx.project.{method}")
+    if not all(isinstance(name, str) for name in (method, layer, function)):
+        raise ConfigError("the settings name no method or layer")
+    configs = _configs()
+    options = configs.options("projection")
+    targets = {str(configs.document(f"projection/{o}").get("_target_")): o for o in options}
+    if function not in targets:
+        return f"made from Python, by embedx.project with {function}"
+    parent = path.parent.parent / store.EMBEDDINGS_NAME
+    elsewhere = f"made of embeddings that are not beside it, id {attrs['parent'][:12]}"
+    try:
         if not parent.is_file() or store.open(parent).attrs["id"] != attrs["parent"]:
-            return f"made of embeddings that are not beside it, id {str(attrs['parent'])[:12]}"
-        words = configs.overrides(
-            "project", {"projection": settings, "layer": layer}, {"projection": targets[function]}
-        )
-        mine = map(shlex.quote, _config_dir_words())
-        return _command("project", *mine, *words, override("embeddings", parent))
-    config = yaml.safe_load(attrs["config"])
+            return elsewhere
+    except StoreError:  # another file's damage
+        return elsewhere
+    words = configs.overrides(
+        "project", {"projection": settings, "layer": layer}, {"projection": targets[function]}
+    )
+    mine = map(shlex.quote, _config_dir_words())
+    return ["project", *mine, *words, override("embeddings", parent)]
+
+
+def _extract_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
+    config = read_settings(attrs.get("config"))
+    if config is None:
+        raise ConfigError("the config is not YAML")
     if "choices" not in config:
         return "made from Python, by embedx.extract"
     beside = path.with_name("config.yaml")  # it has paths whole, and may be of another file
-    if beside.is_file():
-        whole = yaml.safe_load(beside.read_bytes())
-        config = whole if public_config(whole) == attrs["config"] else config
+    whole = read_settings(beside.read_bytes()) if beside.is_file() else None
+    if whole is not None and whole.get("id") == attrs["id"]:
+        config = whole
     choices = config.pop("choices")
+    if not isinstance(choices, dict) or not {"model", "data"} <= choices.keys():
+        raise ConfigError("the config names no model or data")
     added = choices.pop("--config-dir", None)
-    configs = Configs(added if added and Path(added).is_dir() else None)
-    words = configs.overrides("extract", config, choices)
+    if not isinstance(added, str | None):
+        raise ConfigError("--config-dir is no path")
+    # A folder that a file names is not looked into: it may be the whole disk.
+    words = _configs().overrides("extract", config, choices)
     flags = [] if added is None else ["--config-dir", shlex.quote(added)]
-    return _command("extract", *flags, *words, override("out", path.parent))
+    return ["extract", *flags, *words, override("out", path.parent)]
+
+
+def _foreign_code(value: Any) -> list[str]:
+    """What ``_target_`` names in settings from a file, where it is not embedx's own."""
+    if isinstance(value, dict):
+        target = value.get("_target_")
+        own = [target] if isinstance(target, str) and not target.startswith("embedx.") else []
+        return own + [name for inner in value.values() for name in _foreign_code(inner)]
+    if isinstance(value, list):
+        return [name for inner in value for name in _foreign_code(inner)]
+    return []
 
 
 def _stage_info(values: dict[str, Any]) -> None:
     check_arguments(info, values)
     info(**values)
+
+
+_CALLS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "run": _stage_run,
+    "extract": _stage_extract,
+    "project": _stage_project,
+    "evaluate": _stage_evaluate,
+    "export": _stage_export,
+    "view": _stage_view,
+    "layers": _stage_layers,
+    "info": _stage_info,
+}
 
 
 def _next(command: str) -> None:
@@ -895,6 +1014,10 @@ def _command(*words: str) -> str:
     return " ".join([typed, *words])
 
 
+# Group -> how many arguments come before those of the config file.
+_GIVEN_BY_STAGE = {"projection": 1, "exporter": 3, "pooling": 1}
+
+
 def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
     """The call that a config node with a ``_target_`` stands for, checked but not yet made."""
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
@@ -904,15 +1027,37 @@ def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
         raise ConfigError(f"{group} must be one of: {options}")
     target = _locate(node["_target_"], group)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
-    first: list[Any] = []
-    if group == "model" and not target.__module__.startswith("embedx."):
+    if group == "model" and not _is_ours(target):
         from embedx import models
 
-        first, target = [target], models.own  # a factory of the user's own
-        arguments.setdefault("name", _choice("model"))
-    before = {"model": len(first), "projection": 1, "exporter": 3, "pooling": 1}.get(group, 0)
+        check_arguments(models.own, arguments, positional=1, where="model.")
+
+        def build() -> Any:
+            model = models.own(target, **arguments)
+            if arguments.get("name") is not None:
+                return model
+            # Not as an argument: the factory may have a ``name`` too, and nobody gave it one.
+            return dataclasses.replace(model, name=_choice("model"))
+
+        return build
+    before = _GIVEN_BY_STAGE.get(group, 0)
     check_arguments(target, arguments, positional=before, where=f"{group}.")
-    return (lambda: target(*first, **arguments)) if bind else target
+    return (lambda: target(**arguments)) if bind else target
+
+
+def _is_ours(target: Callable[..., Any]) -> bool:
+    return target.__module__.startswith("embedx.")
+
+
+def _plugin(
+    node: Any, group: str, stage: Callable[..., Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that a config node names, and its parameters, to be passed on by a stage."""
+    plugin = _node(node, group, bind=False)
+    given = {key: value for key, value in node.items() if key != "_target_"}
+    positional = _GIVEN_BY_STAGE[group]
+    refuse_taken(stage, plugin=plugin, given=given, positional=positional, where=f"{group}.")
+    return plugin, given
 
 
 def _locate(target: str, group: str) -> Callable[..., Any]:

@@ -4,7 +4,10 @@ All of it is read without Hydra and without importing a stage, so that help come
 """
 
 import ast
+import hashlib
 import inspect
+import itertools
+import json
 import re
 import shlex
 import typing
@@ -12,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from embedx.errors import ConfigError
+from embedx.errors import ConfigError, short
 
 
 def conf_dir() -> Path:
@@ -58,9 +61,46 @@ def public_config(config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
 
 
+def settings_sha256(settings: Mapping[str, Any]) -> str:
+    """The SHA-256 of settings, in hex: it is the same in whatever order they stand.
+
+    Raises:
+        TypeError: They hold what JSON does not.
+    """
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def read_settings(text: Any) -> dict[str, Any] | None:
+    """The keys and values that a YAML text of any origin holds; None if it holds none."""
+    import yaml
+
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    # The parser takes hours over what is long or deep; what embedx writes is neither.
+    if not isinstance(text, str) or len(text) > 200_000 or _depth(text) > 50:
+        return None
+    try:
+        # Nested aliases stand for more than any memory holds; what embedx writes has none.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            return None
+        settings = yaml.safe_load(text)
+    except Exception:  # the constructors of YAML raise whatever they stumble over
+        return None
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        return None
+    return settings
+
+
+def _depth(text: str) -> int:
+    """How many brackets are open at once, at most."""
+    steps = ((letter in "[{") - (letter in "]}") for letter in text)
+    return max(itertools.accumulate(steps), default=0)
+
+
 def quoted(value: str) -> str:
-    """A text in the quotes that Hydra's grammar takes."""
+    """A text in the quotes that Hydra's grammar takes; ``${`` in it is no interpolation."""
     escaped = re.sub(r"\\+(?=\"|$)", lambda match: match[0] * 2, value).replace('"', '\\"')
+    escaped = escaped.replace("${", "\\${")
     return f'"{escaped}"'
 
 
@@ -128,9 +168,11 @@ class Configs:
             if path.is_file():
                 try:
                     document = yaml.safe_load(path.read_text(encoding="utf-8"))
-                except (yaml.YAMLError, UnicodeDecodeError) as error:
+                except OSError as error:
+                    raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+                except Exception as error:  # the constructors of YAML raise what they stumble over
                     raise ConfigError(
-                        f"{path} is not YAML: {' '.join(str(error).split())}"
+                        f"{path} is not YAML: {short(' '.join(str(error).split()), most=160)}"
                     ) from None
                 if not isinstance(document, dict):
                     raise ConfigError(f"{path} must hold keys and values, such as _target_: ...")
@@ -167,14 +209,26 @@ class Configs:
             values: As composed; what they do not name is left to the defaults, and ``name``,
                 ``out`` and ``overwrite``, which say where and not what, are left out.
             choices: ``{group: option}``.
+
+        Raises:
+            ConfigError: They are not values of that stage.
         """
         words = []
         for group, option in choices.items():
+            if group not in self.defaults(stage) or not isinstance(option, str):
+                raise ConfigError(f"{stage} has no choice {group}={option}")
+            if not isinstance(values.get(group), Mapping):
+                raise ConfigError(f"{group} must be keys and values, not {values.get(group)!r}")
+            for key in values[group]:
+                if not re.fullmatch(r"[A-Za-z_]\w*", str(key), re.ASCII):
+                    raise ConfigError(f"{key!r} is no key of {group}")
             words.append(override(group, option))
             is_there = option in self.options(group)
             usual = self.document(f"{group}/{option}") if is_there else {}
+            # Of an option that is not here it cannot be known which keys it has.
+            new = "+" if is_there else "++"
             words += [
-                override(f"{'' if key in usual else '+'}{group}.{key}", value)
+                override(f"{'' if key in usual else new}{group}.{key}", value)
                 for key, value in values[group].items()
                 if key not in usual or usual[key] != value
             ]
@@ -232,10 +286,12 @@ def argument_docs(module: str, function: str) -> dict[str, str]:
     text = inspect.cleandoc(ast.get_docstring(found) or "")
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M)
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M)
-    return {key: " ".join(_plain(about).split()) for key, about in entries}
+    return {key: " ".join(without_markup(about).split()) for key, about in entries}
 
 
-def _plain(about: str) -> str:
+ROLE = r":\w+:`~?([^`]+)`"  # of reStructuredText, such as :func:`open`
+
+
+def without_markup(about: str) -> str:
     """A docstring's text as a terminal shows it."""
-    about = re.sub(r":\w+:`~?([^`]+)`", r"\1", about)
-    return about.replace("``", "").replace("None", "null")
+    return re.sub(ROLE, r"\1", about).replace("``", "").replace("None", "null")

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 import re
 import stat
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -390,16 +391,7 @@ def in_memory(
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
     indices: Array | None = None
     if labels is not None:
-        try:
-            unique, inverse = np.unique(np.asarray(labels), return_inverse=True)
-        except (TypeError, ValueError):
-            raise DataError("the labels are of kinds that do not sort; give texts") from None
-        if inverse.shape != (n,):
-            raise DataError(f"labels have shape {inverse.shape}; give one number or text a sample")
-        indices = inverse.astype(np.int32)
-        names = [str(value) for value in unique.tolist()]
-        if classes is not None and set(unique.tolist()) <= set(range(len(classes))):
-            names = [str(classes[int(value)]) for value in unique.tolist()]
+        indices, names = _counted_through(labels, classes)
     note = f"{kind}: {n:,} samples, "
     note += "labels in the items" if seen else f"{len(names) or 'no'} classes"
     hashes = None
@@ -460,11 +452,42 @@ def _sample(items: Any) -> list[Any]:
     return sample
 
 
+def _counted_through(
+    labels: Sequence[Any], classes: Sequence[Any] | None
+) -> tuple[Array, list[str]]:
+    """Labels as indices ``(n,)`` into their sorted names; numbers may count through ``classes``.
+
+    Python tells them apart, not NumPy, to which 1 and "1", or two large numbers, may be one.
+    """
+    for kinds in ((str,), (bool, np.bool_), (int, np.integer), (int, float, np.number)):
+        if all(isinstance(label, kinds) for label in labels):
+            break
+    else:
+        odd = next((type(v).__name__ for v in labels if not isinstance(v, (str, int, float))), "")
+        raise DataError(
+            f"the labels are {'of kind ' + odd if odd else 'texts and numbers'}; give one text or "
+            "one number a sample"
+        )
+    unique = sorted(set(labels))
+    index = {label: i for i, label in enumerate(unique)}
+    names = [str(label) for label in unique]
+    if classes is not None and set(unique) <= set(range(len(classes))):
+        names = [str(classes[int(label)]) for label in unique]
+    return np.array([index[label] for label in labels], np.int32), names
+
+
 def _listed(values: Any, what: str) -> list[Any] | None:
     """Labels or ids of any container as a list."""
     if values is None:
         return None
+    if isinstance(values, (Mapping, Set, str, bytes)):
+        raise DataError(
+            f"{what} is a {type(values).__name__}, which has no entry a sample in order; give a "
+            "list, one a sample"
+        )
     array = _as_array(values)
+    if array is not None and array.ndim != 1:
+        raise DataError(f"{what} have shape {array.shape}; give one number or text a sample")
     try:
         return list(values) if array is None else list(array.tolist())
     except TypeError:
@@ -585,15 +608,43 @@ def _digest(
         digest.update(f"{labels}".encode())
     for raw in sample:
         try:
-            item: Any = str(raw) if isinstance(raw, Exception) else _input(raw)
+            _update(digest, str(raw) if isinstance(raw, Exception) else _input(raw))
             if collate is not None and not isinstance(raw, Exception):
-                item = collated(collate([raw]))
+                _update(digest, collated(collate([raw])))
         except ConfigError:
             raise
         except Exception as error:  # a row that cannot be read fails later, and by itself
-            item = str(error)
-        _update(digest, item)
+            _update(digest, str(error))
+    if collate is not None:
+        _require_order_kept(sample, collate)
     return digest.hexdigest()
+
+
+def _require_order_kept(sample: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+    """Refuse a ``collate_fn`` that sorts its batch, as some do by length: rows would be others'.
+
+    Raises:
+        ConfigError: Two items in either order give the same inputs.
+    """
+
+    def hashed(*items: Any) -> bytes | None:
+        digest = hashlib.sha256()
+        try:
+            _update(digest, collated(collate(list(items))))
+        except ConfigError:
+            raise
+        except Exception:  # of odd items it may fail, and then their batch does
+            return None
+        return digest.digest()
+
+    good = [raw for raw in sample if not isinstance(raw, Exception)]
+    for first, second in itertools.pairwise(good):
+        there, back = hashed(first, second), hashed(second, first)
+        if there is not None and there == back and hashed(first) != hashed(second):
+            raise ConfigError(
+                "the collate_fn of the DataLoader puts the samples of a batch in an order of its "
+                "own, so that rows could not be told whose they are; let it keep their order"
+            )
 
 
 def _update(digest: "hashlib._Hash", item: Any) -> None:
@@ -601,6 +652,11 @@ def _update(digest: "hashlib._Hash", item: Any) -> None:
     if isinstance(item, Mapping):
         for key, value in item.items():
             digest.update(f"{key!r}:".encode("utf-8", "backslashreplace"))
+            _update(digest, value)
+        return
+    if isinstance(item, (list, tuple)):
+        digest.update(f"{type(item).__name__} {len(item)}:".encode())
+        for value in item:
             _update(digest, value)
         return
     values = np.asarray(item) if isinstance(item, Image.Image) else _as_array(item)

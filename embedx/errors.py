@@ -16,7 +16,8 @@ are longer than a line travel as notes (``error.__notes__``)::
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
 
 class EmbedxError(Exception):
@@ -69,9 +70,11 @@ class Interrupted(EmbedxError, RuntimeError):
 
 def missing_extra(package: str, *, extra: str, needed_for: str) -> DependencyError:
     """The error for an optional package that is not installed."""
+    is_checkout = (Path(__file__).parents[1] / "pyproject.toml").is_file()
+    what = f'-e ".[{extra}]"' if is_checkout else f'"embedx-torch[{extra}]"'
     return DependencyError(
         f"{needed_for} needs the package {package!r}, which is not installed; "
-        f'install it with: pip install -e ".[{extra}]"'
+        f"install it with: pip install {what}"
     )
 
 
@@ -94,3 +97,15 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def short(text: str, *, most: int = 80) -> str:
+    """``text`` as one line of at most ``most`` characters, ``...`` for what is cut off."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def listed(names: Collection[str], *, most: int = 8) -> str:
+    """The first ``most`` names in one line, and how many more there are."""
+    shown = ", ".join(list(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

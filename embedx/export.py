@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from embedx import store
-from embedx.checks import check_arguments, checked
+from embedx.checks import check_arguments, checked, refuse_taken
 from embedx.errors import ConfigError, DataError, StoreError, missing_extra
 from embedx.store import Array, Embeddings, Projection
 
@@ -49,7 +49,8 @@ def export(
         The folder written. It replaces an earlier export whole.
 
     Raises:
-        ConfigError: An unknown exporter, or ``out`` holds something that is not an export.
+        ConfigError: An unknown exporter, an option it does not have or that has the name of an
+            argument of ``export``, or ``out`` holds something that is not an export.
         DataError: Fewer than two rows can be shown.
         StoreError: A file is missing or damaged, or there is no space.
     """
@@ -62,7 +63,8 @@ def export(
             )
         exporter = EXPORTERS[exporter]
     folder = Path(out) if out else opened.path.parent / "projector"
-    check_arguments(exporter, options, positional=3)
+    refuse_taken(export, plugin=exporter, given=options, positional=3, where="exporter.")
+    check_arguments(exporter, options, positional=3, where="exporter.")
     return exporter(opened, maps, folder, **options)
 
 
@@ -97,10 +99,11 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
     except ImportError:
         raise missing_extra("tensorboard", extra="viz", needed_for="exporter=tensorboard") from None
     _check_ours(folder)
-    shown = embeddings.ok.copy()
+    ok = embeddings.ok
+    placed = ok.copy()
     for projection in projections:
-        shown &= np.isfinite(projection.coords).all(axis=1)
-    rows = np.flatnonzero(shown)
+        placed &= np.isfinite(projection.coords).all(axis=1)
+    rows = np.flatnonzero(placed)
     if len(rows) > ROWS_MOST:
         log.info(
             "the projector shows at most %s rows: taking a sample of %s, stratified by label",
@@ -117,14 +120,20 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
     if not finite.all():
         rows = rows[finite]
         points = {point: x[finite] for point, x in points.items()}
-    n_failed = embeddings.n_rows - int(shown.sum()) + int((~finite).sum())
+    left_out = {
+        "failed": int((~ok).sum()),
+        "could not be placed by every projection": int((ok & ~placed).sum()),
+        "hold a number that is not finite": int((~finite).sum()),
+    }
+    reasons = [f"{n:,} rows {why} and are left out" for why, n in left_out.items() if n]
     if len(rows) < 2:
         raise DataError(
-            f"{embeddings.path} has {len(rows)} good rows of {embeddings.n_rows}, and the "
-            "projector shows no fewer than 2; extract more samples"
+            f"{embeddings.path} has {len(rows)} rows of {embeddings.n_rows} to show "
+            f"({'; '.join(reasons) or 'there are no more'}), and the projector shows no fewer "
+            "than 2; extract more samples"
         )
-    if n_failed:
-        log.info("%s rows failed and are left out", f"{n_failed:,}")
+    for reason in reasons:
+        log.info("%s", reason)
 
     columns = _metadata(embeddings, rows)
     files: dict[str, bytes] = {"metadata.tsv": _tab_separated(columns)}
@@ -143,7 +152,9 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
         tensors.append((projection.name, _principal_axes(projection.coords[rows]), False, []))
 
     config = ProjectorConfig()
+    # By the identity of an array: with thumbnails and without, a point is the same one.
     paths: dict[int, str] = {}
+    axes: dict[int, Array] = {}
     for number, (text, x, pictures, own) in enumerate(tensors, start=1):
         # The page sorts tensors by name and opens the first one: the number keeps our order.
         name = f"{number:0{len(str(len(tensors)))}}-{_safe(text)}"
@@ -161,8 +172,10 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
         if own:
             tensor.bookmarks_path = f"{name}.bookmarks.json"
             color = None if pictures else _color_column(columns)
+            if id(x) not in axes:
+                axes[id(x)] = _principal_axes(x)
             files[tensor.bookmarks_path] = _bookmarks(
-                x, rows, own, label=_label_column(columns), color=color
+                x.shape, axes[id(x)], rows, own, label=_label_column(columns), color=color
             )
     files[store.EXPORT_CONFIG] = (store.EXPORT_MARK + text_format.MessageToString(config)).encode()
     _swap_folder(folder, files)
@@ -366,10 +379,15 @@ def _principal_axes(coords: Array) -> Array:
 
 
 def _bookmarks(
-    x: Array, rows: Array, projections: Sequence[Projection], *, label: str, color: str | None
+    shape: tuple[int, ...],
+    pca: Array,
+    rows: Array,
+    projections: Sequence[Projection],
+    *,
+    label: str,
+    color: str | None,
 ) -> bytes:
     """One saved state a projection, in the slot "umap": the slot "tsne" would start moving."""
-    pca = _principal_axes(x)
     states = []
     for projection in projections:
         coords = projection.coords[rows][:, :3]
@@ -388,7 +406,7 @@ def _bookmarks(
                 "label": f"{str(projection.attrs['method']).upper()} {projection.name}",
                 "isSelected": False,
                 "selectedProjection": "umap",
-                "dataSetDimensions": [len(x), x.shape[1]],
+                "dataSetDimensions": list(shape),
                 "umapIs3d": in_3d,
                 "umapNeighbors": 15,
                 "umapMinDist": 0.1,

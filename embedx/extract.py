@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from embedx import data as sources
-from embedx import hooks, models, store
+from embedx import fold, hooks, models, store
 from embedx import pooling as pools
 from embedx.checks import checked
 from embedx.configs import public_config
@@ -67,7 +67,7 @@ def extract(
     pooling: str | Function | Sequence[str | Function] = "auto",
     normalize: bool = False,
     batch_size: int | None = None,
-    num_workers: int | None = None,
+    num_workers: int | Literal["auto"] | None = None,
     device: str | torch.device = "auto",
     precision: Precision = "fp32",
     dtype: Literal["float32", "float16"] = "float32",
@@ -92,13 +92,14 @@ def extract(
             ``DataLoader`` of one, or a :class:`~embedx.data.Source`. Of a loader, rows are in the
             order of its Dataset, and its ``collate_fn`` makes the inputs.
         layers: Capture points, ``NAME[@CALL][:WHAT[.PATH]]``, globs, or ``penultimate``.
-        pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``max``, ``gem``, ``cls``,
+        pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``gap_last``, ``max``, ``gem``, ``cls``,
             ``mean_token``, or a function ``(activation) -> (n, d)``; one for all points or one
             each.
         normalize: Scale each row to length 1 (L2).
         batch_size: Samples in a forward pass; the loader's, or 64, where not given.
-        num_workers: Processes that read and prepare the data, 0 for none; the loader's, or 0,
-            where not given.
+        num_workers: Processes that read and prepare the data, 0 for none; the loader's, or
+            ``auto``, where not given: none for what lies in memory, else one for every eight
+            processors, and up to eight beside a GPU.
         device: ``auto`` (cuda, mps, cpu; a live network's own), or one of torch's names.
         precision: Of the arithmetic: ``fp32``, or the faster ``tf32``, ``bf16``, ``fp16``.
         dtype: Of the stored numbers.
@@ -129,10 +130,9 @@ def extract(
         batch_size = _in_order(loader).batch_size if batch_size is None else batch_size
         num_workers = loader.num_workers if num_workers is None else num_workers
     batch_size = 64 if batch_size is None else batch_size
-    num_workers = num_workers or 0
     if not 1 <= batch_size < 2**31:
         raise ConfigError(f"batch_size must be at least 1 (and below 2**31), not {batch_size}")
-    if num_workers < 0:
+    if isinstance(num_workers, int) and num_workers < 0:
         raise ConfigError(f"num_workers must be at least 0, not {num_workers}")
     if not 0 <= thumbnails <= 512:
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
@@ -169,7 +169,11 @@ def extract(
         precision=precision,
         dtype=np.dtype(dtype),
         batch_size=batch_size,
-        num_workers=num_workers,
+        num_workers=(
+            num_workers
+            if isinstance(num_workers, int)
+            else _workers_for(source, torch_device, batch_size=batch_size)
+        ),
         save_outputs=save_outputs,
         thumbnails=thumbnails,
         on_error=on_error,
@@ -198,11 +202,14 @@ def extract(
         path,
     )
     given = {
-        "layers": layers,
+        "layers": [point.name for point in points],
         "pooling": [one.name for one in plan.poolings],
         "normalize": normalize,
         "precision": precision,
         "dtype": dtype,
+        "save_outputs": save_outputs,
+        "thumbnails": thumbnails,
+        "batch_size": batch_size,
     }
     recorded = dict(config) if config is not None else given
     attrs = {
@@ -219,7 +226,7 @@ def extract(
         "device": torch_device.type,
         "environment": json.dumps(_environment()),
     }
-    text = yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
     _run(plan, path, attrs, config=text, overwrite=overwrite)
     return store.open(path)
 
@@ -336,6 +343,11 @@ def _in_order(loader: "torch.utils.data.DataLoader[Any]") -> torch.utils.data.Ba
         DataError: They do not, or not for sure.
     """
     _refuse_iterable(loader.dataset)
+    if type(loader).__iter__ is not torch.utils.data.DataLoader.__iter__:
+        raise DataError(
+            f"the DataLoader is a {type(loader).__name__} that makes its batches in an __iter__ of "
+            "its own, which is not followed; give its Dataset, or a plain DataLoader"
+        )
     batches: Any = loader.batch_sampler
     if batches is None:
         raise DataError(
@@ -375,6 +387,15 @@ def _not_followed(loader: "torch.utils.data.DataLoader[Any]") -> list[str]:
     return said
 
 
+def _workers_for(source: Source, device: torch.device, *, batch_size: int) -> int:
+    """How many processes read, where it is left to us; the rows are the same for any number."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if source.root is None or cpus == 1 or len(source) <= batch_size:
+        return 0
+    # Decoding costs a tenth of what a small network costs on the same processor, or less.
+    return min(cpus - 1, 8) if device.type != "cpu" else max(1, cpus // 8)
+
+
 def _device(name: str, model: Model, *, is_live: bool) -> torch.device:
     if name == "auto":
         if is_live:  # a live network stays where it lies
@@ -385,9 +406,16 @@ def _device(name: str, model: Model, *, is_live: bool) -> torch.device:
     there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         there.append("mps")
-    if name not in there and not (name == "cuda" and len(there) > 1 and "cuda:0" in there):
-        raise ConfigError(f"device {name!r} is not on this machine; it has: {', '.join(there)}")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    spelled = f"{device.type}:{device.index or 0}"
+    if spelled not in there and not (device.type in there and not device.index):
+        raise ConfigError(
+            f"device {name!r} is not on this machine; choose auto or one of: {', '.join(there)}"
+        )
+    return device
 
 
 def _environment() -> dict[str, Any]:
@@ -465,8 +493,9 @@ def _remove_derived(folder: Path, file_id: str) -> None:
         if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
             scores.unlink()
     for picture in [*folder.glob("map-*.png"), *folder.glob("maps*.png")]:
-        if picture.is_file() and store.PICTURE_MARK in picture.read_bytes()[:4096]:
-            picture.unlink()
+        with contextlib.suppress(OSError), picture.open("rb") as opened:
+            if store.PICTURE_MARK in opened.read(4096):
+                picture.unlink()
     store.remove_export(folder / "projector")
     with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
         (folder / "projections").rmdir()
@@ -500,6 +529,21 @@ class _Batch:
     size: int
     are_pixels: bool = False
     fatal: EmbedxError | None = None
+
+    @property
+    def kept(self) -> dict[str, Array]:
+        """What was read of the items beside the inputs, by the name of its dataset."""
+        both = {"thumbnails": self.thumbnails, "labels": self.labels}
+        return {name: array for name, array in both.items() if array is not None}
+
+    def pin_memory(self) -> "_Batch":
+        """The same with its inputs where a GPU can copy them from while it computes."""
+        inputs: Inputs | None = self.inputs
+        if isinstance(inputs, Tensor):
+            inputs = inputs.pin_memory()
+        elif inputs is not None:
+            inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
+        return dataclasses.replace(self, inputs=inputs)
 
 
 class _Batches(torch.utils.data.Dataset[_Batch]):
@@ -535,9 +579,8 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         for i in range(size):
             try:
                 item = self._source.read(start + i)
-                label = -1
                 if labels is not None:
-                    item, label = item
+                    item, labels[i] = item
                 picture = item if collate is None else sources.picture(item)
                 if self._side_px and isinstance(picture, Image.Image):
                     if miniatures is None:
@@ -546,8 +589,6 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                     miniatures[i] = sources.thumbnail(picture, self._side_px)
                 good[i] = self._prepare(item) if collate is None else item
                 are_pixels = collate is None and isinstance(item, Image.Image)
-                if labels is not None:
-                    labels[i] = label
             except (ConfigError, ShapeError):
                 raise
             except Exception as error:  # whatever is wrong with one item is that item's alone
@@ -576,8 +617,8 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 "out, tensors enter as they are"
             )
         if isinstance(item, Mapping):
-            return {str(name): torch.as_tensor(value) for name, value in item.items()}
-        return torch.as_tensor(item)
+            return {str(name): _own_tensor(value) for name, value in item.items()}
+        return _own_tensor(item)
 
     def _collate(self, items: list[Any], start: int) -> Inputs:
         assert self._source.collate is not None
@@ -585,9 +626,9 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         try:
             made = sources.collated(self._source.collate(items))
             if isinstance(made, Mapping):
-                inputs = {str(name): torch.as_tensor(value) for name, value in made.items()}
+                inputs = {str(name): _own_tensor(value) for name, value in made.items()}
             else:
-                inputs = torch.as_tensor(made)
+                inputs = _own_tensor(made)
         except EmbedxError:
             raise
         except Exception as error:
@@ -638,6 +679,14 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 )
             stacked[i] = tensor
         return stacked
+
+
+def _own_tensor(value: Any) -> Tensor:
+    """A tensor that shares nothing: a Dataset may fill one buffer again and again.
+
+    One that needs a gradient could not be sent from a worker.
+    """
+    return torch.as_tensor(value).detach().clone()
 
 
 def _form(tensor: Tensor) -> str:
@@ -694,6 +743,9 @@ def _stop_on_signal() -> Iterator[_Stop]:
         if stop.number:
             raise KeyboardInterrupt
         stop.number = number
+        if number == signal.SIGINT:
+            # Written at once: a log line could meet the half of another.
+            os.write(2, b"\nstopping after this batch; Ctrl-C again stops at once\n")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -732,6 +784,7 @@ def _run(
         collate_fn=_only,
         num_workers=plan.num_workers,
         worker_init_fn=_start_worker,
+        pin_memory=plan.device.type == "cuda",
     )
     waiting: list[_Batch] = []  # bad batches before the first good one: the shapes are not known
     with _workers_said(plan), contextlib.ExitStack() as stack:
@@ -756,7 +809,7 @@ def _run(
             else:
                 if writer is None:
                     assert results is not None
-                    writer = _create(plan, path, results, attrs, replace=overwrite)
+                    writer = _create(plan, path, batch, results, attrs, replace=overwrite)
                     for earlier in waiting:
                         _append(writer, earlier, None, plan.source)
                 _append(writer, batch, results, plan.source)
@@ -876,6 +929,11 @@ def _forward(plan: _Plan) -> Iterator[Any]:
             module.to(plan.device)
         stack.enter_context(hooks.undisturbed(module, device=plan.device))
         stack.enter_context(_matmul_precision(plan.precision))
+        # Code of the user's own may keep something from layer to layer, run a layer again in
+        # another batch, or look at strides: only what is known is run otherwise than as written.
+        is_known = fold.is_known(module)
+        if is_known:
+            stack.enter_context(fold.folded(module, plan.points))
         got = stack.enter_context(hooks.Capture(module, plan.points, reduce=rows.reduce))
 
         def forward(batch: _Batch) -> _Results:
@@ -887,7 +945,8 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 inputs = _placed(batch.inputs, plan.device)
                 if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
                     inputs = prepared.normalize(inputs)
-                inputs = _channels_last(inputs)
+                if is_known:
+                    inputs = _channels_last(inputs)
                 rows.mask = _mask(inputs)
                 # A model that draws random numbers draws the same ones for a batch in every run.
                 torch.manual_seed(batch.start)
@@ -902,11 +961,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     arrays["outputs/logits"] = logits
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
                 # The first pass was whole: it has shown that each layer runs once.
-                got.stops_early = not plan.save_outputs
-            if batch.thumbnails is not None:
-                arrays["thumbnails"] = batch.thumbnails
-            if batch.labels is not None:
-                arrays["labels"] = batch.labels
+                got.stops_early = is_known and not plan.save_outputs
             bad = {i: why for i, why in not_finite(arrays).items() if i not in batch.reasons}
             return _Results(arrays, attrs, bad)
 
@@ -967,13 +1022,19 @@ def _matmul_precision(precision: Precision) -> Iterator[None]:
 
 
 def _create(
-    plan: _Plan, path: Path, results: _Results, attrs: Mapping[str, Any], *, replace: bool
+    plan: _Plan,
+    path: Path,
+    batch: _Batch,
+    results: _Results,
+    attrs: Mapping[str, Any],
+    *,
+    replace: bool,
 ) -> store.Writer:
     """The file for results of the shapes and types that the first forward pass gave."""
     source = plan.source
     fields = [
         Field(name, array.shape[1:], array.dtype, results.attrs.get(name, {}))
-        for name, array in results.arrays.items()
+        for name, array in {**results.arrays, **batch.kept}.items()
     ]
     return store.create(
         path,
@@ -995,8 +1056,9 @@ def _append(writer: store.Writer, batch: _Batch, results: _Results | None, sourc
         reasons.update(results.not_finite)
     bad = sorted(reasons)
     rows = {}
+    arrays = {**(results.arrays if results is not None else {}), **batch.kept}
     for field in writer.fields:
-        array = results.arrays.get(field.name) if results is not None else None
+        array = arrays.get(field.name)
         if array is not None and array.shape[1:] != field.shape:
             raise ShapeError(
                 f"{field.name} has shape {array.shape[1:]} from row {batch.start} on and "

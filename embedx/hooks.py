@@ -7,6 +7,7 @@ This is the only module that registers hooks. A point is written ``NAME[@CALL][:
 import contextlib
 import dataclasses
 import fnmatch
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from embedx.checks import checked
 from embedx.errors import EmbedxError, LayerError, ModelError, first_line, nearest
+
+log = logging.getLogger("embedx")
 
 HOOKS_REVISION = 1  # raised when what a point captures changes; part of every file's id
 
@@ -172,10 +175,14 @@ def _require_hookable(module: nn.Module) -> None:
 def _no_such_layer(
     module: nn.Module, layer: str, names: Sequence[str], title: str | None
 ) -> LayerError:
+    how = (
+        f"python -m embedx layers model={title}"
+        if title
+        else "[name for name, _ in model.named_modules()]"
+    )
     return LayerError(
         f"{type(module).__name__} has no layer {layer!r}; the nearest of its {len(names)} layers "
-        f"are {', '.join(nearest(layer, names))}; list them with: python -m embedx layers "
-        f"model={title or 'NAME'}"
+        f"are {', '.join(nearest(layer, names))}; list them with: {how}"
     )
 
 
@@ -214,11 +221,17 @@ class Capture(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, module: nn.Module, points: Sequence[Point], *, reduce: Reduce | None = None
+        self,
+        module: nn.Module,
+        points: Sequence[Point],
+        *,
+        reduce: Reduce | None = None,
+        before_pass: Callable[[], None] | None = None,
     ) -> None:
         self._module = module
         self._points = {point.name: point for point in points}
         self._reduce = reduce
+        self._before_pass = before_pass
         self._calls: Counter[str] = Counter()
         self._tensors: dict[str, Tensor] = {}
         self._stack = contextlib.ExitStack()
@@ -318,6 +331,21 @@ class Capture(Mapping[str, Tensor]):
         return len(self._points) + len(self._watched)
 
     def _begin_pass(self, module: nn.Module, args: Any) -> None:
+        if self._before_pass is not None:
+            self._before_pass()
+        self.reset()
+
+    @property
+    def has_fired(self) -> bool:
+        """Whether a layer ran since the pass began, or since :meth:`reset`."""
+        return bool(self._calls)
+
+    def reset(self) -> None:
+        """Forget what fired, as the beginning of a pass does.
+
+        A module whose ``training_step`` or the like is called, and not the module itself, has no
+        beginning of a pass that could be seen.
+        """
         self._calls.clear()
         self._tensors.clear()
 
@@ -482,23 +510,53 @@ def run_model(module: nn.Module, inputs: Tensor | Mapping[str, Tensor], *, title
         ) from error
 
 
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN is NaN."""
+    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+
+
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Iterator[None]:
-    """Run a model in eval mode, and leave its modes and the random state as they were.
+    """Run a model in eval mode, and leave its modes, buffers and the random state as they were.
+
+    What a model does to its own modes or buffers while it runs is put back and said.
 
     Args:
         module: The model.
-        device: Where it runs, if its random state is to be kept too.
+        device: Where it runs; ``torch.manual_seed`` reaches every GPU that is in use.
     """
     modes = [(child, child.training) for child in module.modules()]
-    gpus = [device] if device is not None and device.type == "cuda" else []
+    buffers = [
+        (child, name, buffer, buffer.detach().clone())
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
+    on_mps = device is not None and device.type == "mps"
+    state = torch.mps.get_rng_state() if on_mps else None
     try:
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=gpus):
             module.eval()
             yield
     finally:
+        if state is not None:
+            torch.mps.set_rng_state(state)
+        title = type(module).__name__.lower()
+        if any(child.training for child in module.modules()):
+            log.warning("%s put itself into train mode while it ran; it is put back", title)
         for child, training in modes:
             child.training = training
+        changed = []
+        for child, name, buffer, value in buffers:
+            if child._buffers.get(name) is not buffer or not _is_same(buffer, value):
+                child._buffers[name] = buffer
+                with torch.no_grad():
+                    buffer.copy_(value)
+                changed.append(name)
+        if changed:
+            names = ", ".join(sorted(set(changed)))
+            log.warning("%s changed its buffers while it ran: %s; they are put back", title, names)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,6 +64,22 @@ def gap(activation: Tensor) -> Tensor:
     return activation.flatten(2).mean(2)
 
 
+def gap_last(activation: Tensor) -> Tensor:
+    """Average each feature map of a network that keeps channels last, such as Swin.
+
+    Args:
+        activation: Feature maps, shape ``(n, h, w, c)``.
+
+    Returns:
+        Shape ``(n, c)``.
+
+    Raises:
+        ShapeError: ``activation`` is not 4-dimensional.
+    """
+    _expect(activation, "gap_last", (4,), "(n, h, w, c)")
+    return activation.flatten(1, 2).mean(1)
+
+
 def max(activation: Tensor) -> Tensor:
     """Take the largest value of each feature map.
 
@@ -160,6 +176,7 @@ POOLINGS: dict[str, Function] = {
     "none": none,
     "flatten": flatten,
     "gap": gap,
+    "gap_last": gap_last,
     "max": max,
     "gem": gem,
     "cls": cls,
@@ -198,6 +215,8 @@ def _choices(activation: Tensor) -> str:
     fitting = {2: ["none"], 3: ["cls", "mean_token", "flatten"]}.get(
         activation.ndim, ["gap", "max", "gem", "flatten"]
     )
+    if _may_be_channels_last(activation):
+        fitting = ["gap_last", "flatten"]
     return " or ".join(f"pooling={name}" for name in fitting)
 
 
@@ -246,6 +265,12 @@ def _named(pooling: Any) -> Pooling:
     return Pooling(f"{name}({shown})" if shown else name, pooling, code)
 
 
+def _may_be_channels_last(activation: Tensor) -> bool:
+    """Whether it looks like ``(n, 7, 7, 768)``: to average its last two axes would be wrong."""
+    shape = tuple(activation.shape)
+    return len(shape) == 4 and shape[1] == shape[2] != shape[3]
+
+
 def choose(activation: Tensor, *, tokens: str | None = None, is_masked: bool = False) -> str:
     """The pooling that ``auto`` means for an activation.
 
@@ -262,9 +287,6 @@ def choose(activation: Tensor, *, tokens: str | None = None, is_masked: bool = F
         return "none"
     if len(shape) == 3 and (tokens is not None or is_masked):
         return tokens or "mean_token"
-    # (n, 7, 7, 768) is what networks that keep channels last give: averaging its last two axes
-    # would be silently wrong.
-    channels_last = len(shape) == 4 and shape[1] == shape[2] != shape[3]
-    if len(shape) == 4 and not channels_last:
+    if len(shape) == 4 and not _may_be_channels_last(activation):
         return "gap"
     raise ShapeError(f"pooling=auto cannot tell what {shape} means; choose {_choices(activation)}")

@@ -17,14 +17,12 @@ class Progress:
         total: Samples in all.
         done: Samples that were done before, when resuming.
         what: What is being done, one word.
-        unit: What is counted, in the plural.
     """
 
-    def __init__(self, total: int, *, what: str, done: int = 0, unit: str = "images") -> None:
+    def __init__(self, total: int, *, what: str, done: int = 0) -> None:
         self._total = total
         self._done = self._first = done
         self._what = what
-        self._unit = unit
         self._started = self._logged = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
@@ -34,7 +32,7 @@ class Progress:
                 total=total,
                 initial=done,
                 desc=what,
-                unit=f" {unit}",
+                unit=" images",
                 dynamic_ncols=True,
                 leave=False,
             )
@@ -67,11 +65,10 @@ class Progress:
             self._logged = now
             left_s = (self._total - self._done) / max(self.rate, 1e-9)
             log.info(
-                "%s: %s of %s %s, %.1f a second, %.0f s left",
+                "%s: %s of %s images, %.1f a second, %.0f s left",
                 self._what,
                 f"{self._done:,}",
                 f"{self._total:,}",
-                self._unit,
                 self.rate,
                 left_s,
             )

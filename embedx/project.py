@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import time
-import typing
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from embedx import store
-from embedx.checks import checked
-from embedx.errors import ConfigError, DataError, StoreError
+from embedx.checks import check_arguments, checked, refuse_taken, signature_of
+from embedx.configs import settings_sha256
+from embedx.errors import ConfigError, DataError, StoreError, short
 from embedx.neighbors import Metric, nearest_neighbors, trustworthiness
 from embedx.store import Array, Projection
 
@@ -68,7 +68,7 @@ def pca(x: Array, *, n_components: int = 2, random_state: int = 0) -> Result:
     References:
         Pearson 1901, Philosophical Magazine 2(11); Hotelling 1933.
     """
-    _require_whole("n_components", n_components, least=1)
+    _in_range("n_components", n_components, least=1)
     m = _clamp("n_components", n_components, most=min(x.shape))
     mean = x.mean(axis=0, dtype=np.float64)
     centered = x.astype(np.float64) - mean
@@ -114,15 +114,10 @@ def tsne(
     References:
         van der Maaten, Hinton 2008, JMLR 9; Policar, Strazar, Zupan 2024, JSS 109(3).
     """
-    _require_whole("n_components", n_components, least=2, most=3)
-    _require("perplexity", perplexity, least=1)
-    _require("early_exaggeration", early_exaggeration, least=1)
-    _require_whole("n_iter", n_iter, least=1)
-    _require_metric(metric)
-    _require_whole("random_state", random_state, least=0, most=2**32 - 1)
-    n = len(x)
-    if n < 4:
-        raise DataError(f"t-SNE needs at least 4 rows, and there are {n}; use projection=pca")
+    _in_range("perplexity", perplexity, least=1)
+    _in_range("early_exaggeration", early_exaggeration, least=1)
+    _in_range("n_iter", n_iter, least=1)
+    n = _nonlinear("t-SNE", x, n_components=n_components, random_state=random_state)
     import openTSNE
 
     used = _clamp("perplexity", perplexity, most=(n - 1) / 3)
@@ -203,14 +198,9 @@ def umap(
     References:
         McInnes, Healy, Melville 2018, arXiv:1802.03426.
     """
-    _require_whole("n_components", n_components, least=2, most=3)
-    _require_whole("n_neighbors", n_neighbors, least=2)
-    _require("min_dist", min_dist, least=0, most=1)
-    _require_metric(metric)
-    _require_whole("random_state", random_state, least=0, most=2**32 - 1)
-    n = len(x)
-    if n < 4:
-        raise DataError(f"UMAP needs at least 4 rows, and there are {n}; use projection=pca")
+    _in_range("n_neighbors", n_neighbors, least=2)
+    _in_range("min_dist", min_dist, least=0, most=1)
+    n = _nonlinear("UMAP", x, n_components=n_components, random_state=random_state)
     import umap as umap_learn
 
     k = int(_clamp("n_neighbors", n_neighbors, most=n - 1))
@@ -247,27 +237,26 @@ def _clamp(name: str, value: Any, *, most: Any) -> Any:
     return most
 
 
-def _require(name: str, value: Any, *, least: float, most: float = np.inf) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and least <= value <= most and np.isfinite(value)):
+def _in_range(name: str, value: float, *, least: float, most: float = np.inf) -> None:
+    if not (least <= value <= most and np.isfinite(value)):
         limits = f"at least {least}" if most == np.inf else f"{least} to {most}"
         raise ConfigError(f"projection.{name} must be {limits}, not {value!r}")
 
 
-def _require_whole(name: str, value: Any, *, least: int, most: float = np.inf) -> None:
-    if not isinstance(value, int):
-        raise ConfigError(f"projection.{name} must be a whole number, not {value!r}")
-    _require(name, value, least=least, most=most)
-
-
-def _require_metric(metric: str) -> None:
-    known = typing.get_args(Metric)
-    if metric not in known:
-        raise ConfigError(f"projection.metric must be one of {', '.join(known)}, not {metric!r}")
+def _nonlinear(title: str, x: Array, *, n_components: int, random_state: int) -> int:
+    """Refuse what t-SNE and UMAP both cannot take; returns n."""
+    _in_range("n_components", n_components, least=2, most=3)
+    _in_range("random_state", random_state, least=0, most=2**32 - 1)
+    if len(x) < 4:
+        raise DataError(
+            f"{title} needs at least 4 rows, and there are {len(x)}; use projection=pca"
+        )
+    return len(x)
 
 
 # --------------------------------------------------------------------------- the stage
 
+_OURS = ["function"]  # a setting that stands beside the parameters
 METHODS: dict[str, Callable[..., Result]] = {"pca": pca, "tsne": tsne, "umap": umap}
 
 
@@ -298,13 +287,14 @@ def project(
         The projection, coordinates ``(n, m)`` row-aligned with the embeddings.
 
     Raises:
-        ConfigError: An unknown method, a parameter it does not have or cannot take.
+        ConfigError: An unknown method, a parameter it does not have or cannot take, or that has
+            the name of an argument of ``project`` or a value that a file cannot hold.
         DataError: Too few rows, an unfinished file, or a function of one's own that gives no
-            ``(n, m)`` coordinates.
+            ``(n, m)`` coordinates or what a file cannot hold.
         StoreError: A file is missing or damaged, the map that is there belongs to other
             embeddings, or there is no space.
     """
-    opened = embeddings if isinstance(embeddings, store.Embeddings) else store.open(embeddings)
+    opened = store.open(embeddings)
     if not opened.complete:
         raise DataError(f"{opened.path} is not finished; finish the extraction first")
     if isinstance(method, str):
@@ -314,14 +304,20 @@ def project(
             )
         method = METHODS[method]
     name = re.sub(r"[^\w.-]+", "_", getattr(method, "__name__", "projection"))
+    refuse_taken(
+        project, plugin=method, given=parameters, positional=1, where="projection.", also=_OURS
+    )
+    parameters = {key: _plain(value) for key, value in parameters.items()}
+    check_arguments(method, parameters, positional=1, where="projection.")
     parameters = _with_defaults(method, parameters)
+    _refuse_unkept(parameters)
     point, rows = opened.rows(layer)
     if layer is None and len(opened.embeddings) > 1:
         log.warning("several layers: projecting the first, %s; choose with layer=", point)
     settings = {"method": name, "layer": point, **parameters}
     if METHODS.get(name) is not method:  # two functions of one name are not one method
         settings["function"] = f"{method.__module__}.{getattr(method, '__qualname__', name)}"
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    digest = settings_sha256(settings)
     folder = Path(out) if out else opened.path.parent / "projections"
     path = folder / f"{name}-{digest[:6]}.h5"
     projection_id = hashlib.sha256(f"{opened.attrs['id']} {digest}".encode()).hexdigest()
@@ -356,12 +352,7 @@ def project(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what matters of them is said in our own words
         result = method(x, **parameters)
-    placed_at = result.coords if isinstance(result, Result) else None
-    if not isinstance(placed_at, np.ndarray) or placed_at.shape[:-1] != (n_ok,):
-        gave = type(result).__name__ if placed_at is None else f"coords {np.shape(placed_at)}"
-        raise DataError(
-            f"projection {name} must give a Result with coords ({n_ok}, m), and it gave {gave}"
-        )
+    used, placed_at = _refuse_unusable(result, name, n_ok)
     with np.errstate(over="ignore"):  # what float32 cannot hold is not placed
         placed_at = placed_at.astype(np.float32)
     placed = np.isfinite(placed_at).all(axis=1)
@@ -370,7 +361,7 @@ def project(
     coords[ok] = placed_at
     attrs: dict[str, Any] = {
         "threads": _cpus(),
-        **{key: _attr(value) for key, value in {**parameters, **result.used}.items()},
+        **{key: _attr(value) for key, value in {**parameters, **used}.items()},
         "id": projection_id,
         "parent": opened.attrs["id"],
         "model": opened.attrs.get("model", ""),
@@ -378,7 +369,7 @@ def project(
         "method": name,
         "layer": point,
         "seed": parameters.get("random_state", 0),
-        "settings": json.dumps(settings, sort_keys=True, default=str),
+        "settings": json.dumps(settings, sort_keys=True),
     }
     if not placed.all():
         log.info("%s rows could not be placed and are absent from the map", int((~placed).sum()))
@@ -400,15 +391,8 @@ def project(
 
 def _with_defaults(function: Callable[..., Result], given: Mapping[str, Any]) -> dict[str, Any]:
     """Every parameter with its value, so that a default written out is the same settings."""
-    import inspect
-
-    signature = inspect.signature(function)
-    try:
-        bound = signature.bind(None, **given)
-    except TypeError as error:
-        raise ConfigError(
-            f"projection {getattr(function, '__name__', function)}: {error}"
-        ) from None
+    signature = signature_of(function)
+    bound = signature.bind(None, **given)
     bound.apply_defaults()
     values: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
@@ -419,11 +403,73 @@ def _with_defaults(function: Callable[..., Result], given: Mapping[str, Any]) ->
             values[name] = value
             if isinstance(parameter.default, float) and type(value) is int:
                 values[name] = float(value)  # 30 and 30.0 are one setting
-    return {
-        key: value.item() if isinstance(value, np.generic) else value
-        for key, value in values.items()
-    }
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as one of Python."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _refuse_unkept(parameters: Mapping[str, Any]) -> None:
+    """The map's file holds every parameter as text, which must tell one map from another."""
+    for key, value in parameters.items():
+        if _as_json(value) is None:
+            raise ConfigError(
+                f"projection.{key} must be a number, a text, or a list or mapping of them, for the "
+                f"file of the map keeps it, not {_shown(value)}"
+            )
+
+
+def _refuse_unusable(result: Any, name: str, n: int) -> tuple[dict[str, Any], Array]:
+    """What a function of one's own gives must be a Result that fits the rows and a file."""
+    gave = f"a {type(result).__name__}"
+    if isinstance(result, Result):
+        coords = result.coords
+        if not isinstance(coords, np.ndarray):
+            gave = f"coords that are a {type(coords).__name__}"
+        elif coords.dtype.kind not in "biuf":
+            gave = f"coords of type {coords.dtype}"
+        elif coords.ndim != 2 or len(coords) != n or coords.shape[1] == 0:
+            gave = f"coords {coords.shape}"
+        else:
+            used = {key: _plain(value) for key, value in result.used.items()}
+            for key, value in used.items():
+                if _as_json(value) is None:
+                    raise DataError(
+                        f"projection {name} gave used[{key!r}], {_shown(value)}, which an "
+                        "attribute cannot hold; give arrays as state"
+                    )
+            for key, array in result.state.items():
+                if np.asarray(array).dtype.kind not in "biufc":
+                    raise DataError(
+                        f"projection {name} gave state[{key!r}], {_shown(array)}, which is no "
+                        "array of numbers; leave it out"
+                    )
+            return used, coords
+    raise DataError(
+        f"projection {name} must give a Result with coords, an array of numbers ({n}, m), and it "
+        f"gave {gave}"
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__} {short(repr(value), most=40)}"
+
+
+def _as_json(value: Any) -> str | None:
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _attr(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+    """A value as an attribute of HDF5, in JSON where that has no such value."""
+    if isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return value
+    if isinstance(value, str) and not re.search("[\0\ud800-\udfff]", value):
+        return value
+    return json.dumps(value)

@@ -33,6 +33,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from embedx.checks import checked
 from embedx.errors import InUseError, StoreError, first_line
 
 if TYPE_CHECKING:
@@ -617,6 +618,11 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
+def parts_folder(path: Path) -> Path:
+    """Where the parts of a recording lie until they are joined."""
+    return path.with_name(path.name + ".parts")
+
+
 def errors_path(path: Path) -> Path:
     """Where the reasons of failed rows of ``path`` are listed, one JSON object a line."""
     return path.with_name("errors.jsonl")
@@ -665,9 +671,10 @@ def read_reasons(path: Path) -> list[dict[str, Any]]:
 def create(
     path: Path,
     *,
-    ids: Sequence[str],
+    ids: Sequence[str] | None,
     fields: Sequence[Field],
     attrs: Mapping[str, Any],
+    n_rows: int | None = None,
     item_hashes: Array | None = None,
     labels: Array | None = None,
     label_names: Sequence[str] = (),
@@ -679,8 +686,10 @@ def create(
 
     Args:
         path: Final name; ``<path>.partial`` appears at once, at its full size.
-        ids: n unique texts, at most 1,024 bytes each.
+        ids: n unique texts, at most 1,024 bytes each; None where they are known row by row alone,
+            and are a field ``ids`` of zero-padded UTF-8.
         fields: The datasets to stream, at least one.
+        n_rows: n, where there are no ``ids`` to count.
         attrs: Root attributes; ``id`` must be there and says what decides the rows.
         item_hashes: Shape ``(n,)`` uint64, what each item was, to name those that changed.
         labels: Shape ``(n,)``, indices into ``label_names``, -1 for none. Labels that are known
@@ -698,10 +707,13 @@ def create(
         StoreError: No disk space (nothing is left behind), an unusable id, a column of another
             length.
     """
-    n_rows = len(ids)
-    columns: dict[str, Array] = {"ids": encode_texts(ids, what="the id")}
-    if len(np.unique(columns["ids"])) != n_rows:
-        raise StoreError("two ids are the same; make every id unique")
+    columns: dict[str, Array] = {}
+    if ids is not None:
+        columns["ids"] = encode_texts(ids, what="the id")
+        if len(np.unique(columns["ids"])) != len(ids):
+            raise StoreError("two ids are the same; make every id unique")
+        n_rows = len(ids)
+    assert n_rows is not None
     given = {"item_hashes": item_hashes, "labels": labels, **(metadata or {})}
     for name, values in given.items():
         if values is not None and len(values) != n_rows:
@@ -1313,6 +1325,11 @@ class Embeddings:
             columns.update({f"{point}[{i}]": rows[:, i] for i in range(rows.shape[1])})
         return pandas.DataFrame(columns, index=pandas.Index(self.ids, name="id"))
 
+    def checksums(self) -> Array:
+        """Shape ``(n,)`` uint32: CRC-32 of everything that was streamed of each row."""
+        checksums: Array = self._row_maps[1][: self.n_rows]
+        return checksums
+
     def verify(self) -> list[int]:
         """Check the checksum of every committed row; returns the rows that do not match."""
         return _bad_rows(self._row_maps, slice(0, self.n_rows))
@@ -1346,10 +1363,16 @@ def find_embeddings(where: str | os.PathLike[str]) -> Path:
                 f"{path} is not finished, {partial.n_rows:,} of {partial.attrs['n_rows']:,} rows "
                 f"are there; go on with the same extract command, or read {partial.path}"
             )
+        if parts_folder(path).is_dir():
+            raise StoreError(
+                f"{path.parent} holds a recording that was not finished; make a file of it: "
+                f"embedx.join({str(path.parent)!r})"
+            )
         raise StoreError(f"there is no {path}; make it with: python -m embedx extract")
     return path
 
 
+@checked
 def open(path: str | os.PathLike[str] | Embeddings) -> Embeddings:
     """Open an embeddings file, or the folder that holds one, for reading.
 
@@ -1361,6 +1384,7 @@ def open(path: str | os.PathLike[str] | Embeddings) -> Embeddings:
         The embeddings, memory-mapped.
 
     Raises:
+        ConfigError: ``path`` is neither a path nor opened embeddings.
         StoreError: It is not there, unfinished, damaged, or not a file of embedx.
     """
     return path if isinstance(path, Embeddings) else Embeddings(find_embeddings(path))
@@ -1418,9 +1442,9 @@ def write_projection(
     """
     image = io.BytesIO()
     with h5py.File(image, "w", libver="earliest") as file:
-        file.attrs["format"] = PROJECTION_FORMAT
-        file.attrs["version"] = FORMAT_VERSION
-        for key, value in attrs.items():
+        # A parameter of the user's own may have any name, but not make another format of the file.
+        ours = {"format": PROJECTION_FORMAT, "version": FORMAT_VERSION}
+        for key, value in {**attrs, **ours}.items():
             file.attrs[key] = value
         arrays = {
             "coords": np.asarray(coords, dtype=np.float32),
@@ -1440,20 +1464,33 @@ def open_projection(path: str | os.PathLike[str]) -> Projection:
     """
     path = Path(path)
     with _reading(path), _Skeleton(path) as skeleton:
-        attrs = skeleton.attrs(PROJECTION_FORMAT)
+        attrs = _projection_attrs(skeleton)
         skeleton.expect("ids", (None,), "S")
         ids = _decode(skeleton.map("ids"))
         skeleton.expect("coords", (len(ids), None), "f")
         coords = np.array(skeleton.map("coords"))
-        texts = all(isinstance(attrs[key], str) for key in ("parent", "method", "layer"))
-        score = attrs.get("trustworthiness", 0.0)
-        if not texts or not isinstance(score, (int, float)):
-            raise StoreError(f"{path} is damaged: its attributes are of other types; make it anew")
         state = {
             name.removeprefix("state/"): np.array(skeleton.map(name))
             for name in skeleton.names("state")
         }
     return Projection(path=path, coords=coords, ids=ids, attrs=attrs, state=state)
+
+
+def _projection_attrs(skeleton: _Skeleton) -> dict[str, Any]:
+    attrs = skeleton.attrs(PROJECTION_FORMAT)
+    texts = all(isinstance(attrs[key], str) for key in ("parent", "method", "layer"))
+    score = attrs.get("trustworthiness", 0.0)
+    if not texts or not isinstance(score, (int, float)):
+        raise StoreError(
+            f"{skeleton.path} is damaged: its attributes are of other types; make it anew"
+        )
+    return attrs
+
+
+def _projection_files(embeddings: Embeddings) -> dict[str, Path]:
+    """What lies in the folder of an embeddings file's projections, by name, sorted."""
+    folder = embeddings.path.parent / "projections"
+    return {path.stem: path for path in sorted(folder.glob("*.h5"))}
 
 
 def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) -> list[Projection]:
@@ -1464,13 +1501,12 @@ def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) 
         chosen: Paths, or names such as ``umap-1a2b3c`` or ``umap``; None for all.
 
     Returns:
-        Sorted by name, each once.
+        Each file once: those chosen in the order of ``chosen``, else all of them sorted by name.
 
     Raises:
-        StoreError: A chosen one is not there, or one belongs to other embeddings.
+        StoreError: A chosen one is not there or belongs to other embeddings, or one is damaged.
     """
-    folder = embeddings.path.parent / "projections"
-    found = {path.stem: path for path in sorted(folder.glob("*.h5"))}
+    found = _projection_files(embeddings)
     paths = list(found.values()) if chosen is None else []
     for name in chosen or ():
         matches = [p for stem, p in found.items() if name in (stem, stem.rsplit("-", 1)[0])]
@@ -1482,23 +1518,22 @@ def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) 
                 + (", ".join(found) or "none yet, make one with: python -m embedx project")
             )
         paths += matches
-    opened = [open_projection(path) for path in dict.fromkeys(paths)]
-    if chosen is None:
-        for projection in opened:
-            if projection.attrs["parent"] != embeddings.attrs["id"]:
-                log.warning("%s was made of other embeddings: passed over", projection.path)
-        opened = [p for p in opened if p.attrs["parent"] == embeddings.attrs["id"]]
-    for projection in opened:
-        if projection.attrs["parent"] != embeddings.attrs["id"]:
+    once: dict[Path, Path] = {}
+    for path in paths:
+        once.setdefault(path.resolve(), path)
+    opened = []
+    for path in once.values():
+        projection = open_projection(path)
+        is_own = projection.attrs["parent"] == embeddings.attrs["id"]
+        if not is_own and chosen is None:
+            log.warning("%s was made of other embeddings: passed over", path)
+            continue
+        if not is_own or projection.ids != embeddings.ids:
+            other = "has other rows" if is_own else "belongs to other embeddings"
             raise StoreError(
-                f"{projection.path} belongs to other embeddings than {embeddings.path}; project "
-                "them anew with overwrite=true"
+                f"{path} {other} than {embeddings.path}; project them anew with overwrite=true"
             )
-        if projection.ids != embeddings.ids:
-            raise StoreError(
-                f"{projection.path} has other rows than {embeddings.path}; project them anew with "
-                "overwrite=true"
-            )
+        opened.append(projection)
     return opened
 
 
@@ -1515,14 +1550,16 @@ def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str,
     path = Path(path)
     if path.is_dir() or not path.exists():
         path = find_embeddings(path)
+    about: dict[str, Any]
     with _reading(path), _Skeleton(path) as skeleton:
         kind = _plain(skeleton._file.attrs.get("format"))
     if kind == PROJECTION_FORMAT:
         projection = open_projection(path)
-        return {"file": str(path), **projection.attrs, "coords": list(projection.coords.shape)}
+        shape = list(projection.coords.shape)
+        return {"file": str(path), **projection.attrs, "coords": shape} | {"file": str(path)}
     opened = Embeddings(path)
     failed = int((opened.status == Status.FAILED).sum())
-    about: dict[str, Any] = {
+    about = {
         "file": str(path),
         "complete": opened.complete,
         "rows": opened.n_rows,
@@ -1540,9 +1577,9 @@ def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str,
         n_used = len(set(opened.label_texts() or ()) - {""})
         about["labels"] = f"{len(opened.label_names) or n_used} classes"
     about.update({f"metadata/{name}": len(col) for name, col in opened.metadata.items()})
-    hidden = {"n_rows", "row_fields"}
+    hidden = {"n_rows", "row_fields", *about}
     about.update({key: value for key, value in opened.attrs.items() if key not in hidden})
-    about["projections"] = [p.name for p in projections_of(opened)]
+    about.update(_described_projections(opened))
     if verify:
         if bad := opened.verify():
             raise StoreError(
@@ -1551,3 +1588,20 @@ def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str,
             )
         about["verified"] = f"all {opened.n_rows} checksums match"
     return about
+
+
+def _described_projections(embeddings: Embeddings) -> dict[str, list[str]]:
+    """The names of the projections beside an embeddings file, those that are damaged apart."""
+    own, damaged = [], []
+    for name, path in _projection_files(embeddings).items():
+        try:
+            with _reading(path), _Skeleton(path) as skeleton:
+                parent = _projection_attrs(skeleton)["parent"]
+        except StoreError as error:
+            damaged.append(f"{name} ({error})")
+            continue
+        if parent == embeddings.attrs["id"]:
+            own.append(name)
+        else:
+            log.warning("%s was made of other embeddings: passed over", path)
+    return {"projections": own, **({"damaged projections": damaged} if damaged else {})}

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from embedx import store
 from embedx.checks import checked
-from embedx.errors import ConfigError, DataError, missing_extra
+from embedx.errors import ConfigError, DataError, missing_extra, short
 from embedx.store import Embeddings, Projection
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def view(
     maps = store.projections_of(opened, projections)
     if not maps:
         raise DataError(
-            f"{opened.path} has no projection yet; make one with: python -m embedx project"
+            f"{opened.path} has no projection yet; make one with: python -m embedx project "
+            f"embeddings={opened.path}"
         )
     values = _values(opened, color)
     groups = None if values is None or _is_scale(values) else _groups(values, opened.ok)
@@ -182,7 +183,7 @@ def _draw(
         raise missing_extra("matplotlib", extra="viz", needed_for="view") from None
     across = min(len(maps), PANELS_ACROSS)
     down = math.ceil(len(maps) / across)
-    longest = max((len(_legible(name)) for name, _, _ in groups or ()), default=0)
+    longest = max((len(_as_label(name)) for name, _, _ in groups or ()), default=0)
     # Beside the panels a legend takes about 0.09 inch a letter.
     size_in = (PANEL_IN * across + 0.7 + 0.09 * longest, PANEL_IN * down + 0.6)
     figure = figure_class(figsize=size_in, layout="constrained")
@@ -201,14 +202,14 @@ def _draw(
         axes.set_title(_title(projection, maps), fontsize=10)
         _panel(axes, projection, groups, None if scale is None else colors)
     if scale is not None:
-        figure.colorbar(scale, ax=figure.axes, shrink=0.6, label=_legible(color))
+        figure.colorbar(scale, ax=figure.axes, shrink=0.6, label=_as_label(color))
     if groups:
         figure.legend(
             handles=[
-                Line2D([], [], linestyle="", marker="o", color=shade, label=_legible(name))
+                Line2D([], [], linestyle="", marker="o", color=shade, label=_as_label(name))
                 for name, shade, _ in groups
             ],
-            title=None if color == "label" else _legible(color),
+            title=None if color == "label" else _as_label(color),
             loc="outside right upper",
             frameon=False,
         )
@@ -216,7 +217,7 @@ def _draw(
     if str(opened.attrs.get("weights", "")).startswith("random"):
         about = f"RANDOM weights, {about}"
     layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
-    title = _legible(f"{about}, layer {', '.join(layers)}", most=60 * across)
+    title = _as_label(f"{about}, layer {', '.join(layers)}", most=60 * across)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
@@ -247,7 +248,7 @@ def _title(projection: Projection, maps: Sequence[Projection]) -> str:
     if len({other.attrs["layer"] for other in maps}) > 1:
         title += f" of {layer}"
     score = projection.attrs.get("trustworthiness")
-    return _legible(title) + (f"  (trustworthiness {score:.3f})" if score is not None else "")
+    return _as_label(title) + (f"  (trustworthiness {score:.3f})" if score is not None else "")
 
 
 def _panel(
@@ -284,16 +285,14 @@ def _panel(
         return
     for name, shade, members in reversed(groups):  # grey below
         points = coords[members & placed]
-        axes.scatter(*points.T, color=shade, label=_legible(name), **style)
+        axes.scatter(*points.T, color=shade, label=_as_label(name), **style)
     if flat:
         _write_names(axes, coords, placed, groups)
 
 
-def _legible(name: str, *, most: int = 32) -> str:
+def _as_label(name: str, *, most: int = 32) -> str:
     """A name as matplotlib may draw it: no mathematics, one line, not hidden, not endless."""
-    text = " ".join(name.split())
-    text = text if len(text) <= most else text[: most - 1] + "…"
-    text = text.replace("$", r"\$")
+    text = short(name, most=most).replace("$", r"\$")
     return f"\u200b{text}" if text.startswith("_") else text  # a leading _ hides it in a legend
 
 
@@ -317,7 +316,7 @@ def _write_names(
         sample = members[:: max(1, len(members) // 300)]
         between = np.linalg.norm(sample[:, None] - sample[None, :], axis=2)
         at = sample[np.median(between, axis=1).argmin()]
-        label = _legible(name, most=20)
+        label = _as_label(name, most=20)
         x, y = (at * points_per_unit).tolist()
         # A letter of this size is about 7 points wide and a line 13 high.
         if any(
@@ -354,7 +353,10 @@ def _save(figure: "Figure", path: Path) -> Path:
 def _serve(folder: Path, *, port: int, show: bool) -> None:
     """Run TensorBoard on ``folder``, bound to this machine alone, until it is stopped."""
     if not (folder / "projector_config.pbtxt").exists():
-        raise DataError(f"there is no export in {folder}; make it with: python -m embedx export")
+        raise DataError(
+            f"there is no export in {folder}; make it with: python -m embedx export "
+            f"embeddings={folder.parent}"
+        )
     if importlib.util.find_spec("tensorboard") is None:
         raise missing_extra("tensorboard", extra="viz", needed_for="viewer=tensorboard")
     if not 1 <= port <= 65_535:

@@ -1,16 +1,21 @@
 """What several test modules share."""
 
+import hashlib
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from embedx import store
+
+Array = np.ndarray[Any, Any]
 ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -73,3 +78,90 @@ def photos(tmp_path: Path) -> Path:
         low = rng.integers(0, 255, (6, 8, 3), dtype=np.uint8)
         Image.fromarray(low).resize((80, 60), Image.Resampling.BICUBIC).save(path, quality=90)
     return root
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def relative_error(a: Array, b: Array) -> float:
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def embeddings_file(
+    folder: Path,
+    layers: Array | Mapping[str, Array],
+    *,
+    ids: Sequence[str] | None = None,
+    labels: Array | Sequence[int] | Sequence[str] | None = None,
+    label_names: Sequence[str] | None = None,
+    metadata: Mapping[str, Array | Sequence[str]] | None = None,
+    thumbnails: Array | None = None,
+    failed: Sequence[int] = (),
+    dtype: type = np.float32,
+    **about: Any,
+) -> Path:
+    """A finished ``embeddings.h5`` in ``folder``, as ``extract`` writes it: failed rows are NaN.
+
+    Args:
+        folder: Where to.
+        layers: Rows ``(n, d)`` by the name of their layer; an array alone is ``avgpool``.
+        ids: n texts.
+        labels: Texts, "" for none, of which the names are made, with one that no row has; or
+            numbers through ``label_names``, -1 for none.
+        label_names: For numbers; ``class 0``, ... where not given.
+        metadata: Columns.
+        thumbnails: Shape ``(n, h, w, 3)``.
+        failed: Rows that failed.
+        dtype: Of the rows in the file.
+        about: Root attributes.
+    """
+    layers = {"avgpool": layers} if isinstance(layers, np.ndarray) else layers
+    n = len(next(iter(layers.values())))
+    if labels is not None and isinstance(labels[0], str):
+        label_names = [*sorted(set(labels) - {""}), "unused"]
+        labels = [label_names.index(text) if text else -1 for text in labels]
+    elif labels is not None and label_names is None:
+        label_names = [f"class {i}" for i in range(max(*labels, 0) + 1)]
+    rows: dict[str, Array] = {}
+    fields = []
+    for layer, x in layers.items():
+        field = store.embeddings_field(
+            layer, n_features=x.shape[1], dtype=np.dtype(dtype), attrs={}
+        )
+        fields.append(field)
+        rows[field.name] = np.array(x, dtype=dtype)
+        rows[field.name][list(failed)] = np.nan
+    if thumbnails is not None:
+        fields.append(store.Field("thumbnails", thumbnails.shape[1:], np.dtype("u1")))
+        rows["thumbnails"] = thumbnails
+    status = np.full(n, store.Status.OK, np.uint8)
+    status[list(failed)] = store.Status.FAILED
+    writer = store.create(
+        folder / "embeddings.h5",
+        ids=ids or [f"row-{i:04d}" for i in range(n)],
+        fields=fields,
+        attrs={"id": "one", "model": "net", "data": "blobs", **about},
+        labels=None if labels is None else np.array(labels, np.int32),
+        label_names=label_names or [],
+        metadata=metadata,
+    )
+    writer.append(rows, status=status)
+    return writer.finish()
+
+
+def projection_file(path: Path, name: str, coords: Array, **about: Any) -> Path:
+    """A map ``METHOD-HASH`` of an embeddings file, of its first layer unless ``layer`` says."""
+    opened = store.open(path)
+    return store.write_projection(
+        path.parent / "projections" / f"{name}.h5",
+        coords=coords,
+        ids=opened.ids,
+        attrs={
+            "id": name,
+            "parent": opened.attrs["id"],
+            "method": name.split("-", maxsplit=1)[0],
+            "layer": next(iter(opened.embeddings)),
+            **about,
+        },
+    )

@@ -1,55 +1,25 @@
 """The architecture: who imports whom, who may import what, and what starting costs."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import embedx
+from embedx import cli
+from embedx.errors import ConfigError
 
 PACKAGE = Path(embedx.__file__).parent
-PARTS = ["neighbors", "data", "checkpoints", "models", "hooks", "pooling"]
-STAGES = ["extract", "project", "evaluate", "export", "view"]
-# Module -> modules of embedx it may import.
-MAY_IMPORT = {
-    "errors": [],
-    "progress": [],
-    "checks": ["errors"],
-    "configs": ["errors"],
-    "store": ["errors"],
-    **{part: ["checks", "errors", "store"] for part in PARTS},
-    "models": ["checkpoints", "errors"],
-    "rows": ["errors", "hooks", "pooling", "store"],
-    **{
-        stage: ["rows", "checks", "configs", "errors", "progress", "store", *PARTS]
-        for stage in STAGES
-    },
-    "cli": ["__init__", "checks", "configs", "errors", "store", *PARTS, *STAGES],
-    "__main__": ["cli"],
-    "__init__": ["store", "hooks", *STAGES],
-}
-OWNERS = {
-    "h5py": {"store"},
-    "pydantic": {"checks"},
-    "hydra": {"cli"},
-    "omegaconf": {"cli"},
-    "torchvision": {"models"},
-    "timm": {"models"},
-    "huggingface_hub": {"models"},
-    "safetensors": {"checkpoints"},
-    "umap": {"project"},
-    "openTSNE": {"project"},
-    "tensorboard": {"export"},
-    "matplotlib": {"view"},
-}
-TORCH_AT_THE_TOP = {"checkpoints", "extract", "hooks", "models", "pooling", "rows"}
 SPELLINGS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 
 
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """Every imported module, lazy ones too, and whether it is imported at the top."""
+def imports(path: Path) -> list[str]:
+    """Every imported module, lazy ones too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     hidden = {
         id(child)
@@ -57,47 +27,68 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for child in ast.walk(node)
     }
-    top = {id(node) for node in tree.body}
     found = []
     for node in ast.walk(tree):
         if id(node) in hidden:
             continue
         if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) in top) for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import"
             module = node.module or ""
-            if module == "embedx":
-                found += [(f"embedx.{alias.name}", id(node) in top) for alias in node.names]
-            else:
-                found.append((module, id(node) in top))
+            is_ours = module == "embedx"
+            found += [f"embedx.{alias.name}" for alias in node.names] if is_ours else [module]
     return found
 
 
 MODULES = sorted(PACKAGE.glob("*.py"))
 
 
+class Row(NamedTuple):
+    """What ``docs/architecture.md`` says of a module."""
+
+    does: str
+    imports: set[str]
+    owns: set[str]
+
+
+def table() -> dict[str, Row]:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^\| module \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    rows = {}
+    for line in lines.splitlines():
+        module, does, ours, owned = (cell.strip() for cell in line.strip("|").split("|"))
+        found = ({name for name in cell.split() if name != "-"} for cell in (ours, owned))
+        rows[module.strip("`")] = Row(does, *found)
+    return rows
+
+
+TABLE = table()
+STAGES = {module for module, row in TABLE.items() if row.does.startswith("stage: ")}
+
+
 def test_every_module_has_its_place() -> None:
-    assert {path.stem for path in MODULES} == set(MAY_IMPORT)
+    assert {path.stem for path in MODULES} == set(TABLE)
+    assert {name for name in cli.STAGES if name in TABLE} <= STAGES < set(TABLE)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_imports_go_one_way_and_libraries_have_one_owner(path: Path) -> None:
-    for name, at_top in imports(path):
-        package, _, rest = name.partition(".")
-        if package == "embedx":
-            target = rest.split(".")[0]
-            target = target if target in MAY_IMPORT else "__init__"
-            assert target in MAY_IMPORT[path.stem], f"{path.stem} imports {target}"
-        if package in OWNERS:
-            assert path.stem in OWNERS[package], f"{path.stem} imports {package}"
-        if package in ("torch", "torchvision") and at_top:
-            assert path.stem in TORCH_AT_THE_TOP, f"{path.stem} imports {package} at the top"
+def test_a_module_imports_what_the_table_says(path: Path) -> None:
+    names = [name.split(".") for name in imports(path)]
+    ours = {
+        parts[1] if parts[1] in TABLE else "__init__" for parts in names if parts[0] == "embedx"
+    }
+    assert ours == TABLE[path.stem].imports
+    owned = set[str]().union(*(row.owns for row in TABLE.values()))
+    assert {parts[0] for parts in names} & owned == TABLE[path.stem].owns
 
 
-def test_stages_do_not_import_each_other() -> None:
-    for stage in STAGES:
-        assert not set(MAY_IMPORT[stage]) & set(STAGES)
+def test_imports_go_one_way_and_only_the_dispatcher_imports_stages() -> None:
+    above: set[str] = set()
+    for module, row in TABLE.items():
+        assert row.imports <= above, f"{module} imports what is not above it"
+        assert module == "cli" or not row.imports & STAGES, f"{module} imports a stage"
+        above.add(module)
 
 
 def test_only_hooks_registers_hooks() -> None:
@@ -116,6 +107,29 @@ def test_public_names_are_listed_sorted_and_there() -> None:
         assert value.__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = embedx.nothing
+
+
+@pytest.mark.parametrize("name", embedx.__all__)
+def test_every_public_function_refuses_wrong_arguments_in_one_line(name: str) -> None:
+    function = getattr(embedx, name)
+    first = next(iter(inspect.signature(function).parameters))
+    calls: list[tuple[tuple[object, ...], dict[str, object], str]] = [
+        ((), {}, rf".*\.{name}: missing a required argument: '{first}'"),
+        ((), {first: object()}, rf"{first} must be .*, not an object|.*: missing a required .*"),
+        ((object(),), {}, rf"{first} must be .*, not an object|.*: missing a required .*"),
+        ((object(),), {first: 1}, rf"{name} was given {first} twice; give it once"),
+        ((object(),) * 9, {}, rf"{name} takes {first}.* without a name, .* given 9 values so; .*"),
+    ]
+    for args, kwargs, message in calls:
+        with pytest.raises(ConfigError) as caught:
+            function(*args, **kwargs)
+        assert re.fullmatch(message, str(caught.value)), caught.value
+
+
+def test_a_misspelt_argument_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        embedx.extract(None, None, layer="fc")
+    assert str(caught.value).startswith("there is no key 'layer'; the nearest are layers, ")
 
 
 def test_a_stage_stays_a_function_after_its_module_was_imported() -> None:

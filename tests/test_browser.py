@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedx import store
 from embedx.export import export
-from embedx.store import Status
+from tests.conftest import embeddings_file, projection_file
 
 Array = np.ndarray[Any, Any]
 
@@ -125,34 +124,15 @@ def build(
     metadata: dict[str, Any],
 ) -> Path:
     """Embeddings with thumbnails of one colour each, projections, and their export."""
-    n = len(x)
-    names = sorted(set(labels) - {""})
-    point = store.embeddings_field("pool", n_features=x.shape[1], dtype=x.dtype, attrs={})
-    thumbnails = store.Field("thumbnails", (16, 16, 3), np.dtype("u1"))
-    writer = store.create(
-        folder / "embeddings.h5",
-        ids=[f"row-{i:04d}" for i in range(n)],
-        fields=[point, thumbnails],
-        attrs={"id": "b" * 64},
-        labels=np.array([names.index(s) if s else -1 for s in labels]),
-        label_names=names,
+    path = embeddings_file(
+        folder,
+        {"pool": x},
+        labels=labels,
         metadata=metadata,
+        thumbnails=np.broadcast_to(colors[:, None, None], (len(x), 16, 16, 3)).copy(),
     )
-    pictures = np.broadcast_to(colors[:, None, None], (n, 16, 16, 3)).copy()
-    writer.append({point.name: x, "thumbnails": pictures}, status=np.full(n, Status.OK, np.uint8))
-    path = writer.finish()
     for name, coords in maps.items():
-        store.write_projection(
-            folder / "projections" / f"{name}.h5",
-            coords=coords,
-            ids=[f"row-{i:04d}" for i in range(n)],
-            attrs={
-                "id": name,
-                "parent": "b" * 64,
-                "method": name.split("-", maxsplit=1)[0],
-                "layer": "pool",
-            },
-        )
+        projection_file(path, name, coords)
     return export(path)
 
 

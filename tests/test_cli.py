@@ -10,25 +10,28 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 import yaml
 
-from embedx import cli, store
+from embedx import __version__, cli, store
 from embedx.cli import FLAGS, STAGES
 from embedx.configs import Configs, conf_dir, override
 from embedx.errors import ConfigError
+from tests.conftest import embeddings_file, projection_file
 
 Here = Callable[..., tuple[int, list[str], list[str]]]
 Run = Callable[..., object]
 
-TINY = ("model=alexnet", "model.weights=null", "model.input_size=64", "data.limit=12")
+TINY = ("model=mobilenet_v3_small", "model.weights=null", "model.input_size=64", "data.limit=12")
 
 # Command line -> exit status and the one line it must end with.
 MISTAKES = {
     "extrct": (2, r"ConfigError: there is no stage 'extrct'; .* the nearest is extract"),
     "--bogus": (2, r"ConfigError: there is no flag '--bogus'; a stage comes first, one of run, .*"),
     "-m extract": (2, r"ConfigError: -m comes after the stage: python -m embedx extract -m"),
-    "extract model=alexnet --multi-run": (
+    "extract model=mobilenet_v3_small --multi-run": (
         2,
         r"ConfigError: there is no flag '--multi-run'; the nearest is --multirun, and .* --help",
     ),
@@ -36,7 +39,7 @@ MISTAKES = {
     "layers": (1, r"ConfigError: layers needs a model: pass model=NAME, one of alexnet, .*"),
     "run data=digits": (1, r"ConfigError: run needs a model: .*"),
     "info": (1, r"DataError: there are no embeddings below outputs/ yet; .*"),
-    "extract model=alexnet data.root=x": (
+    "extract model=mobilenet_v3_small data.root=x": (
         1,
         r"ConfigError: there is no key 'data.root'; .*; data.root belongs to data=folder",
     ),
@@ -85,7 +88,7 @@ MISTAKES = {
         1,
         r"ConfigError: batch_size must be a whole number or null, not true",
     ),
-    "extract model=alexnet model.weights=null batch_size=-1": (
+    "extract model=mobilenet_v3_small model.weights=null batch_size=-1": (
         1,
         r"ConfigError: batch_size must be at least 1 .*, not -1",
     ),
@@ -97,9 +100,9 @@ MISTAKES = {
         1,
         r"ConfigError: precision must be one of fp32, tf32, bf16, fp16, not 'fp8'; the nearest .*",
     ),
-    "extract model=alexnet model.weights=null layers=5": (
+    "extract model=mobilenet_v3_small model.weights=null layers=5": (
         1,
-        r"LayerError: AlexNet has no layer '5'; the nearest of its .*",
+        r"LayerError: MobileNetV3 has no layer '5'; the nearest of its .*",
     ),
     "extract model=resnet18 name=5": (
         1,
@@ -110,64 +113,64 @@ MISTAKES = {
         r"ConfigError: model.input_size must be a whole number or null, not 'big'",
     ),
     "extract model=resnet18 data.limit=0": (1, r"ConfigError: data.limit must be at least 1, .*"),
-    "extract model=alexnet model.weights=null model.input_size=0": (
+    "extract model=mobilenet_v3_small model.weights=null model.input_size=0": (
         1,
-        r"ConfigError: model.input_size must be at least 1 px, not 0",
+        r"ConfigError: pictures are resized to 0 px and cut to 0: make both at least 1 px, and .*",
     ),
     "extract model=alexnet model.weights=null model.input_size=8 data.limit=2": (
         1,
         r"ModelError: alexnet failed on a batch of shape \(2, 3, 8, 8\): RuntimeError: .*",
     ),
-    "extract model=alexnet model.weights=NONE": (
+    "extract model=mobilenet_v3_small model.weights=NONE": (
         1,
-        r"ModelError: alexnet has no weights 'NONE'; choose DEFAULT, IMAGENET1K_V1, or null .*",
+        r"ModelError: mobilenet_v3_small has no weights 'NONE'; choose DEFAULT, .*, or null .*",
     ),
-    "extract model=alexnet model.checkpoint=no.pth": (
+    "extract model=mobilenet_v3_small model.checkpoint=no.pth": (
         1,
         r"ModelError: the checkpoint no.pth is not there; check model.checkpoint",
     ),
-    "extract model=alexnet model.weights=null layers=layer9": (
+    "extract model=mobilenet_v3_small model.weights=null layers=layer9": (
         1,
-        r"LayerError: AlexNet has no layer 'layer9'; the nearest of its 2\d layers are .*; list "
-        r"them with: python -m embedx layers model=alexnet",
+        r"LayerError: MobileNetV3 has no layer 'layer9'; the nearest of its 2\d\d layers are .*; "
+        r"list them with: python -m embedx layers model=mobilenet_v3_small",
     ),
-    "extract model=alexnet model.weights=null layers=[features,clasifier] data.limit=2": (
+    "extract model=mobilenet_v3_small model.weights=null layers=[features,clasifier]": (
         1,
-        r"LayerError: AlexNet has no layer 'clasifier'; the nearest .* are classifier, .*",
+        r"LayerError: MobileNetV3 has no layer 'clasifier'; the nearest .* are classifier, .*",
     ),
-    "extract model=alexnet pooling={_target_:embedx.pooling.gem,q:4}": (
+    "extract model=mobilenet_v3_small pooling={_target_:embedx.pooling.gem,q:4}": (
         1,
         r"ConfigError: there is no key 'pooling.q'; the nearest are pooling.p, pooling.eps",
     ),
-    "extract model=alexnet pooling={p:4}": (
+    "extract model=mobilenet_v3_small pooling={p:4}": (
         1,
         r"ConfigError: pooling={'p': 4} has no _target_; name a function of an activation",
     ),
-    "extract model=alexnet pooling=[{_target_:nope.pool}]": (
+    "extract model=mobilenet_v3_small pooling=[{_target_:nope.pool}]": (
         1,
         r"ConfigError: pooling._target_=nope.pool cannot be imported .*",
     ),
-    "extract model=alexnet model.weights=null pooling=gab": (
+    "extract model=mobilenet_v3_small model.weights=null pooling=gab": (
         1,
         r"ConfigError: pooling 'gab' is not known; choose one of: auto, none, .*",
     ),
-    "extract model=alexnet model.weights=null device=cuda:9": (
+    "extract model=mobilenet_v3_small model.weights=null device=cuda:9": (
         1,
-        r"ConfigError: device 'cuda:9' is not on this machine; it has: cpu.*",
+        r"ConfigError: device 'cuda:9' is not on this machine; choose auto or one of: cpu.*",
     ),
-    "extract model=alexnet data=folder": (
+    "extract model=mobilenet_v3_small data=folder": (
         1,
         r"ConfigError: extract needs data.root: pass data.root=VALUE",
     ),
-    "extract model=alexnet data=folder data.root=nope": (
+    "extract model=mobilenet_v3_small data=folder data.root=nope": (
         1,
         r"DataError: data.root nope is not there; name a folder of pictures",
     ),
-    "extract model=alexnet data=folder data.root=empty": (
+    "extract model=mobilenet_v3_small data=folder data.root=empty": (
         1,
         r"DataError: data.root empty holds no picture .*",
     ),
-    "extract model=alexnet data=folder data.root=file.txt": (
+    "extract model=mobilenet_v3_small data=folder data.root=file.txt": (
         1,
         r"DataError: data.root file.txt is not a folder; .*",
     ),
@@ -188,7 +191,7 @@ MISTAKES = {
         1,
         r"ModelError: torch.nn.modules.linear.Linear: missing a required argument: .*\+model.KEY.*",
     ),
-    "extract model=alexnet data=folder data.root=a=b,c": (
+    "extract model=mobilenet_v3_small data=folder data.root=a=b,c": (
         1,
         r"ConfigError: .*'data.root=\"a=b,c\"'.*",
     ),
@@ -198,47 +201,56 @@ MISTAKES = {
     ),
     "extract model": (1, r"ConfigError: 'model' is not KEY=VALUE; .*"),
     "extract model=null": (1, r"ConfigError: model must be one of alexnet, .*, not 'null'"),
-    "extract model=alexnet data=null": (1, r"ConfigError: data must be one of digits, .*"),
-    "extract model=alexnet ~layers": (1, r"ConfigError: ~layers takes away what extract needs.*"),
-    "extract model=alexnet +method=x": (1, r"ConfigError: there is no key 'method'; .*"),
-    "extract model=alexnet +config={a:1}": (1, r"ConfigError: there is no key 'config'; .*"),
-    "extract model=alexnet model.weights=null model.layer=zz": (
+    "extract model=mobilenet_v3_small data=null": (
         1,
-        r"LayerError: AlexNet has no layer 'zz'; .*",
+        r"ConfigError: data must be one of digits, .*",
     ),
-    "layers model=alexnet model.weights=null model.layer=zz": (
+    "extract model=mobilenet_v3_small ~layers": (
         1,
-        r"LayerError: AlexNet has no layer 'zz'; .*",
+        r"ConfigError: ~layers takes away what extract needs.*",
+    ),
+    "extract model=mobilenet_v3_small +method=x": (1, r"ConfigError: there is no key 'method'; .*"),
+    "extract model=mobilenet_v3_small +config={a:1}": (
+        1,
+        r"ConfigError: there is no key 'config'; .*",
+    ),
+    "extract model=mobilenet_v3_small model.weights=null model.layer=zz": (
+        1,
+        r"LayerError: MobileNetV3 has no layer 'zz'; .*",
+    ),
+    "layers model=mobilenet_v3_small model.weights=null model.layer=zz": (
+        1,
+        r"LayerError: MobileNetV3 has no layer 'zz'; .*",
     ),
     "layers model=alexnet model.weights=null model.input_size=8": (
         1,
         r"ModelError: alexnet failed on a batch of shape \(1, 3, 8, 8\): RuntimeError: .*",
     ),
-    "extract model=alexnet model.weights=null model.seed=99999999999999999999999": (
+    "extract model=mobilenet_v3_small model.weights=null model.seed=99999999999999999999999": (
         1,
         r"ConfigError: model.seed must be 0 to 2\*\*63 - 1, not 9+",
     ),
-    "extract model=alexnet model.weights=null batch_size=99999999999999999999": (
+    "extract model=mobilenet_v3_small model.weights=null batch_size=99999999999999999999": (
         1,
         r"ConfigError: batch_size must be at least 1 .*, not 9+",
     ),
-    "extract model=alexnet data._target_=embedx.data.folder data.limit=3": (
+    "extract model=mobilenet_v3_small data._target_=embedx.data.folder data.limit=3": (
         1,
         r"ConfigError: embedx.data.folder: missing a required argument: 'root'",
     ),
-    "extract model=alexnet data=folder data.root=": (
+    "extract model=mobilenet_v3_small data=folder data.root=": (
         1,
         r"ConfigError: data.root must be a text, not ''|DataError: data.root is empty; .*",
     ),
-    "extract model=alexnet model.weights=null data.limit=2 out=file.txt": (
+    "extract model=mobilenet_v3_small model.weights=null data.limit=2 out=file.txt": (
         1,
         r"StoreError: cannot (use|write) file.txt.*: (File exists|Not a directory); .*",
     ),
-    "extract model=alexnet model.weights=null data.limit=2 out=/dev/null/x": (
+    "extract model=mobilenet_v3_small model.weights=null data.limit=2 out=/dev/null/x": (
         1,
         r"StoreError: cannot (use|write) /dev/null.*: Not a directory; .*",
     ),
-    f"extract model=alexnet model.weights=null data.limit=2 name={'n' * 300}": (
+    f"extract model=mobilenet_v3_small model.weights=null data.limit=2 name={'n' * 300}": (
         1,
         r"StoreError: cannot (use|write) outputs/n+.*: File name too long; .*",
     ),
@@ -254,10 +266,19 @@ MISTAKES = {
         1,
         r"ConfigError: model.std must be above 0, not \[0, 1, 1\]",
     ),
-    "run projections=[] model=alexnet": (1, r"ConfigError: projections is empty; choose from .*"),
-    "run n_components=4 model=alexnet": (1, r"ConfigError: n_components must be one of 2, 3, .*"),
-    "run random_state=-1 model=alexnet": (1, r"ConfigError: random_state must be 0 to .*, not -1"),
-    "extract model=alexnet -m seed=1,2": (1, r"ConfigError: there is no key 'seed'; .*"),
+    "run projections=[] model=mobilenet_v3_small": (
+        1,
+        r"ConfigError: projections is empty; choose from .*",
+    ),
+    "run n_components=4 model=mobilenet_v3_small": (
+        1,
+        r"ConfigError: n_components must be one of 2, 3, .*",
+    ),
+    "run random_state=-1 model=mobilenet_v3_small": (
+        1,
+        r"ConfigError: random_state must be 0 to .*, not -1",
+    ),
+    "extract model=mobilenet_v3_small -m seed=1,2": (1, r"ConfigError: there is no key 'seed'; .*"),
     "project": (1, r"DataError: there are no embeddings below outputs/ yet; make some with: .*"),
     "view": (1, r"DataError: there are no embeddings below outputs/ yet; .*"),
     "project embeddings=nope.h5": (1, r"StoreError: there is no nope.h5; .*"),
@@ -280,11 +301,11 @@ MISTAKES = {
         1,
         r"ConfigError: projections must be a list of texts or null, not 'umap'.*",
     ),
-    "run projections=[umap,pcaa] model=alexnet model.weights=null": (
+    "run projections=[umap,pcaa] model=mobilenet_v3_small model.weights=null": (
         1,
         r"ConfigError: there is no projection 'pcaa'; the nearest are pca.*",
     ),
-    "layers model=alexnet model.weights=null depth=0": (
+    "layers model=mobilenet_v3_small model.weights=null depth=0": (
         1,
         r"ConfigError: depth must be at least 1, not 0",
     ),
@@ -322,19 +343,23 @@ def test_the_flags_are_those_of_hydra() -> None:
     takes_value = {
         o: a.nargs is None and a.dest != "version" for a in actions for o in a.option_strings
     }
+    assert takes_value.pop("--experimental-rerun")  # it would unpickle a file
     assert takes_value == FLAGS
 
 
-@pytest.mark.parametrize("spelling", ["model=alexnet", "+model=alexnet", "++model=alexnet"])
+@pytest.mark.parametrize(
+    "spelling",
+    ["model=mobilenet_v3_small", "+model=mobilenet_v3_small", "++model=mobilenet_v3_small"],
+)
 def test_both_spellings_of_model_work(spelling: str, embedx_here: Here, tmp_path: Path) -> None:
     status, out, err = embedx_here("extract", spelling, *TINY[1:])
     assert (status, err) == (0, [])
-    path = next((tmp_path / "outputs").glob("alexnet-digits-*/embeddings.h5"))
+    path = next((tmp_path / "outputs").glob("mobilenet_v3_small-digits-*/embeddings.h5"))
     shown = path.relative_to(tmp_path)
     assert out[-1] == f"next: python -m embedx project projection=umap embeddings={shown}"
-    assert any(line.startswith("alexnet has RANDOM weights (seed 0)") for line in out)
+    assert any(line.startswith("mobilenet_v3_small has RANDOM weights (seed 0)") for line in out)
     assert any(line.endswith(f"into {shown}") and " on cpu " in line for line in out)
-    assert re.search(r"12 rows, 0 failed, classifier.5 \(4096 float32\)", "\n".join(out))
+    assert re.search(r"12 rows, 0 failed, classifier.2 \(1024 float32\)", "\n".join(out))
     assert store.open(path).n_rows == 12
 
 
@@ -347,16 +372,16 @@ def test_names_tell_settings_apart_and_a_done_run_is_recognised(
         folder = shlex.split(out[-1].split("python -m ")[1])[-1].split("=")[1].strip('"')
         return Path(folder).parent.relative_to("outputs").as_posix()
 
-    usual = ("model=alexnet", "model.weights=null", "model.input_size=64")
+    usual = ("model=mobilenet_v3_small", "model.weights=null", "model.input_size=64")
     limited = extract(*usual, "data.limit=12")
-    assert re.fullmatch(r"alexnet-digits-[0-9a-f]{6}", limited)
+    assert re.fullmatch(r"mobilenet_v3_small-digits-[0-9a-f]{6}", limited)
     # What does not decide the rows does not enter the name.
     assert extract(*usual, "data.limit=12", "batch_size=5", "num_workers=1") == limited
     assert extract(*usual, "data.limit=11") != limited
     assert extract(*usual, "data.limit=12", "layers=features") != limited
     folder = ("data=folder", "data.root=photos")
     here = extract(*usual, *folder)
-    assert re.fullmatch(r"alexnet-photos-[0-9a-f]{6}", here)
+    assert re.fullmatch(r"mobilenet_v3_small-photos-[0-9a-f]{6}", here)
     assert extract(*usual, *folder[:1], f"data.root={photos}") == here
     other = tmp_path / "else" / "photos"
     other.parent.mkdir()
@@ -449,10 +474,10 @@ def test_every_stage_has_help_without_a_model_or_a_run(
 
 
 def test_cfg_job_shows_the_composed_config(embedx_here: Here) -> None:
-    status, out, err = embedx_here("extract", "+model=alexnet", "--cfg", "job")
+    status, out, err = embedx_here("extract", "+model=mobilenet_v3_small", "--cfg", "job")
     assert (status, err) == (0, [])
     shown = yaml.safe_load("\n".join(out))
-    assert shown["model"]["layer"] == "classifier.5"
+    assert shown["model"]["layer"] == "classifier.2"
     assert shown["data"] == {"_target_": "embedx.data.digits", "limit": None}
     status, out, _ = embedx_here("extract", "+experiment=demo", "--cfg", "job")
     shown = yaml.safe_load("\n".join(out))
@@ -522,26 +547,26 @@ def test_a_sweep_runs_every_job_and_names_the_one_that_failed(
     status, out, err = embedx_here(*sweep)
     assert status == 1
     assert re.fullmatch(r"failed job 1: .*layers=nope.*", err[-2])
-    assert err[-1].startswith("LayerError: AlexNet has no layer 'nope'")
-    files = sorted((tmp_path / "outputs").glob("alexnet-digits-*/embeddings.h5"))
+    assert err[-1].startswith("LayerError: MobileNetV3 has no layer 'nope'")
+    files = sorted((tmp_path / "outputs").glob("mobilenet_v3_small-digits-*/embeddings.h5"))
     assert len(files) == 2
     assert {next(iter(store.open(f).embeddings)) for f in files} == {"features", "avgpool"}
     stamps = [f.stat().st_mtime_ns for f in files]
-    status, out, err = embedx_here("extract", *TINY, "layers=features,avgpool,classifier.5", "-m")
+    status, out, err = embedx_here("extract", *TINY, "layers=features,avgpool,classifier.2", "-m")
     assert (status, err) == (0, [])
     assert sum("nothing to do" in line for line in out) == 2  # a wider sweep does what is missing
     assert [f.stat().st_mtime_ns for f in files] == stamps
-    assert len(list((tmp_path / "outputs").glob("alexnet-digits-*"))) == 3
+    assert len(list((tmp_path / "outputs").glob("mobilenet_v3_small-digits-*"))) == 3
 
 
 def test_a_sweep_over_models_takes_their_common_keys_and_refuses_a_wrong_one(
     embedx_here: Here, tmp_path: Path
 ) -> None:
-    sweep = ("extract", "-m", "model=alexnet,resnet18", *TINY[1:])
+    sweep = ("extract", "-m", "model=mobilenet_v3_small,resnet18", *TINY[1:])
     status, out, err = embedx_here(*sweep)
     assert (status, err) == (0, [])
     names = sorted(path.name[:9] for path in (tmp_path / "outputs").iterdir() if path.is_dir())
-    assert names == ["alexnet-d", "resnet18-"]
+    assert names == ["mobilenet", "resnet18-"]
     status, _, err = embedx_here(*sweep, "model.inputsize=3")
     assert status == 1
     assert err[-1].startswith("ConfigError: there is no key 'model.inputsize'; the nearest are mod")
@@ -551,26 +576,29 @@ def test_a_sweep_over_models_takes_their_common_keys_and_refuses_a_wrong_one(
 
 
 def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> None:
-    status, out, err = embedx_here("layers", "model=alexnet", "model.weights=null")
+    status, out, err = embedx_here("layers", "model=mobilenet_v3_small", "model.weights=null")
     assert (status, err) == (0, [])
     table = [line.split() for line in out]
-    assert ["classifier.6", "Linear", "1x1000", "4,097,000", "1"] in table
+    assert ["classifier.3", "Linear", "1x1000", "1,025,000", "1"] in table
     assert [
-        "classifier.5",
-        "ReLU",
-        "1x4096",
+        "classifier.2",
+        "Dropout",
+        "1x1024",
         "-",
         "1",
         "<-",
         "penultimate,",
-        "classifier.5",
+        "classifier.2",
     ] in table
-    assert "alexnet: 23 layers, 61,100,840 parameters" in out
+    assert "mobilenet_v3_small: 208 layers, 2,542,856 parameters" in out
     assert out[-1] == (
-        "next: python -m embedx extract model=alexnet model.weights=null 'layers=[classifier.5]'"
+        "next: python -m embedx extract model=mobilenet_v3_small model.weights=null "
+        "'layers=[classifier.2]'"
     )
-    status, folded, _ = embedx_here("layers", "model=alexnet", "model.weights=null", "depth=1")
-    assert ["classifier", "Sequential", "1x1000", "58,631,144", "1"] in [x.split() for x in folded]
+    status, folded, _ = embedx_here(
+        "layers", "model=mobilenet_v3_small", "model.weights=null", "depth=1"
+    )
+    assert ["classifier", "Sequential", "1x1000", "1,615,848", "1"] in [x.split() for x in folded]
 
 
 @pytest.mark.parametrize(
@@ -582,11 +610,32 @@ def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> Non
         ("layers=layer4", "layers=layer4"),
         ("layers=['1.10',\"x\"]", "layers=['1.10',\"x\"]"),
         ("layers=[layer1.0.relu@1,fc:input]", 'layers=["layer1.0.relu@1","fc:input"]'),
-        ("+model=alexnet", "model=alexnet"),
+        ("+model=mobilenet_v3_small", "model=mobilenet_v3_small"),
     ],
 )
 def test_what_hydra_would_misread_is_mended_before_it(typed: str, sent: str) -> None:
     assert cli._prepare("extract", [typed], Configs())[0] == sent
+
+
+def test_keys_of_a_factory_that_are_also_ours_are_left_to_it_or_passed_on(
+    embedx_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "sharing.py").write_text(
+        "from torch import nn\n"
+        "def make(weights='none', seed=42, name='x'):\n"
+        "    print('made with', weights, seed, name)\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(12, 2))\n"
+    )
+    words = ("model=own", "model._target_=sharing.make", "model.input_size=2")
+    status, out, err = embedx_here("layers", *words, "+model.weights=here")
+    assert (status, err) == (0, [])
+    assert out[0] == "made with here 42 x"
+    assert any(line.startswith("own: 2 layers") for line in out)
+    status, out, err = embedx_here("layers", *words, "model.seed=0", "model.name=mine")
+    assert (status, err) == (0, [])
+    assert out[0] == "made with none 0 mine"
+    assert any(line.startswith("mine: 2 layers") for line in out)
 
 
 def test_a_model_of_ones_own_from_here(embedx_here: Here, tmp_path: Path) -> None:
@@ -612,9 +661,9 @@ def test_a_bug_of_ours_shows_its_traceback_and_a_mistake_does_not(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(cli, "_stage_layers", broken)
+    monkeypatch.setitem(cli._CALLS, "layers", broken)
     with pytest.raises(ZeroDivisionError):
-        embedx_here("layers", "model=alexnet")
+        embedx_here("layers", "model=mobilenet_v3_small")
 
 
 def test_text_from_data_does_not_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -628,10 +677,10 @@ def test_as_a_process_it_prints_no_warning_and_ends_with_the_status(run: Run) ->
     assert done.returncode == 0
     assert done.stderr == ""
     assert run("info", "path=nope").returncode == 1
-    assert run("nope").returncode == 2
-    version = run("--version")
-    assert re.fullmatch(r"embedx \d+\.\d+\.\d+\n", version.stdout)
-    assert os.path.isdir(conf_dir())
+
+
+def test_the_version_is_that_of_the_package(embedx_here: Here) -> None:
+    assert embedx_here("--version") == (0, [f"embedx {__version__}"], [])
 
 
 # --------------------------------------------------------------------------- files of one's own
@@ -710,6 +759,8 @@ def test_a_folder_of_config_files_that_cannot_be_used_is_one_line(
     (my_conf / "model" / "resnet18.yaml").write_text("_target_: mine.net\n")
     (my_conf.parent / "other" / "model").mkdir(parents=True)
     (my_conf.parent / "other" / "model" / "odd.yaml").write_text("a: [\n")
+    (my_conf.parent / "dates" / "model").mkdir(parents=True)
+    (my_conf.parent / "dates" / "model" / "date.yaml").write_text("a: 2024-13-45\n")
     for words, message in {
         ("--config-dir", "nope"): r"ConfigError: --config-dir nope is not a folder; .*",
         ("--config-dir=my conf",): r"ConfigError: .*embedx has model/resnet18.yaml too; rename .*",
@@ -717,6 +768,10 @@ def test_a_folder_of_config_files_that_cannot_be_used_is_one_line(
             "--config-dir",
             "other",
         ): r"ConfigError: other/model/odd.yaml is not YAML: while parsing .*",
+        ("--config-dir", "dates"): r"ConfigError: dates/model/date.yaml is not YAML: month must .*",
+        ("--config-dir",): r"ConfigError: --config-dir takes one folder, once: .*",
+        ("--config-dir=",): r"ConfigError: --config-dir takes one folder, once: .*",
+        ("-cd", "other", "--config-dir", "my conf"): r"ConfigError: --config-dir takes one .*",
         ("--config-name", "x"): r"ConfigError: --config-name would .*: --config-dir FOLDER",
     }.items():
         status, _, err = embedx_here("extract", "model=odd", *words)
@@ -756,18 +811,25 @@ def pressed_tab(line: str, cwd: Path) -> list[str]:
         "embedx extract model=res": {"model=resnet18", "model=resnet50"},
         "embedx extract +model=resnet1": {"+model=resnet18"},
         "embedx extract batch": {"batch_size="},
-        "embedx extract model=alexnet model.inp": {"model.input_size="},
+        "embedx extract model=mobilenet_v3_small model.inp": {"model.input_size="},
         "embedx project projection=t": {"projection=tsne"},
         "embedx project projection=tsne projection.per": {"projection.perplexity="},
         "embedx extract --config-dir mine model=my": {"model=mynet"},
         "embedx extract data=folder data.root=./ph": {"data.root=./photos"},
         "embedx nostage mo": set(),
+        "embedx extract data=folder data.root=./evil/": {"data.root=./evil/fine"},
+        "embedx extract --config-dir evil model=own": {"model=own", "model=own2"},
     }.items(),
 )
 def test_tab_completes_in_bash(line: str, offered: set[str], tmp_path: Path, photos: Path) -> None:
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "mynet.yaml").write_text("_target_: torch.nn.Identity\n")
-    assert set(pressed_tab(line, tmp_path)) == offered
+    for name in ("evil/$(touch PWNED)", "evil/`touch PWNED`", "evil/fine", "evil/model"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("own2", "own$(touch PWNED)", "own`touch PWNED`"):
+        (tmp_path / "evil" / "model" / f"{name}.yaml").write_text("_target_: x.y\n")
+    assert set(pressed_tab(line, tmp_path)) - {"data.root=./evil/model"} == offered
+    assert not (tmp_path / "PWNED").exists()
 
 
 # --------------------------------------------------------------------------- made again
@@ -784,7 +846,7 @@ def again(path: Path, embedx_here: Here) -> list[str]:
 @pytest.mark.parametrize(
     "words",
     [
-        (*TINY, "batch_size=5", "layers=[features.3,classifier.5]", "pooling=[gap,none]"),
+        (*TINY, "batch_size=5", "layers=[features.3,classifier.2]", "pooling=[gap,none]"),
         (*TINY, "dtype=float16", "save_outputs=true", "thumbnails=0", 'name="a, b=c\'d"'),
         ("--config-dir", "my conf", "model=net", "data=rows", "data.n=7", "out=de/ep"),
         (*TINY, "layers=features", "normalize=true", "pooling={_target_:embedx.pooling.gem,p:4}"),
@@ -819,7 +881,7 @@ def test_the_command_of_a_projection_finds_it_done_and_makes_it_again(
 ) -> None:
     assert embedx_here("extract", *TINY, "name=run")[0] == 0
     for words in (
-        ("projection=umap", "projection.n_neighbors=50"),  # clamped: what was asked for counts
+        ("projection=tsne", "projection.perplexity=50"),  # clamped: what was asked for counts
         ("projection=pca", "projection.n_components=3"),
     ):
         assert embedx_here("project", *words)[0] == 0
@@ -860,6 +922,182 @@ def test_info_says_what_was_made_from_python(embedx_here: Here, tmp_path: Path) 
     )
 
 
+def rewritten(path: Path, **attrs: object) -> None:
+    """The file with these attributes in place of its own, None for no such attribute."""
+    with h5py.File(path, "r+") as file:
+        for key, value in attrs.items():
+            file.attrs.pop(key, None)
+            if value is not None:
+                file.attrs[key] = value
+
+
+def the_line_again(path: Path, embedx_here: Here) -> str:
+    status, out, err = embedx_here("info", f"path={path}")
+    assert (status, err) == (0, [])
+    (line,) = [line for line in out if line.startswith("again")]
+    return line.removeprefix("again").strip()
+
+
+UNUSABLE = [
+    None,
+    7,
+    "",
+    "5",
+    "- a\n",
+    "a: [",
+    "!!bool x",
+    "!!timestamp x",
+    "choices: 5",
+    "choices: {}",
+    "choices: {model: net}\nmodel: {}",
+    "choices: {model: net, data: rows}",
+    "choices: {model: net, data: rows}\nmodel: 3\ndata: {}",
+    "choices: {model: [net], data: rows}\nmodel: {}\ndata: {}",
+    "choices: {model: net, data: rows, --config-path: evil}\nmodel: {}\ndata: {}",
+    "choices: {model: net, data: rows, hydra: x}\nmodel: {}\ndata: {}\nhydra: {}",
+    "choices: {model: net, data: rows, --config-dir: [1]}\nmodel: {}\ndata: {}",
+    "choices: {model: net, data: rows}\nmodel: {'a;b': 1}\ndata: {}",
+    "choices: {model: net, data: rows}\nmodel: {1: 1}\ndata: {}",
+    "a: &a [x, x]\nb: &b [*a, *a]\nchoices: *b",
+    "[" * 5000,
+]
+
+
+@pytest.mark.parametrize("config", UNUSABLE)
+def test_info_says_where_a_file_does_not_say_how_it_was_made(
+    config: object, embedx_here: Here, tmp_path: Path
+) -> None:
+    path = embeddings_file(tmp_path, np.ones((3, 2)))
+    rewritten(path, config=config)
+    assert the_line_again(path, embedx_here) == "the file does not say how it was made"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(None, 7, "", "5", "[]", "{}", "{", "[" * 5000),
+        '{"method": "pca"}',
+        '{"method": 5, "layer": "avgpool"}',
+        '{"method": "pca", "layer": ["avgpool"]}',
+        '{"method": "pca", "layer": "avgpool", "function": {}}',
+        '{"method": "pca", "layer": "avgpool", "a b": 1}',
+        '{"method": "pca", "layer": "avgpool", "n_components": ' + "[" * 900 + "]" * 900 + "}",
+    ],
+)
+def test_info_says_where_a_map_does_not_say_how_it_was_made(
+    settings: object, embedx_here: Here, tmp_path: Path
+) -> None:
+    path = embeddings_file(tmp_path, np.ones((3, 2)))
+    done = projection_file(path, "pca-1", np.ones((3, 2)))
+    rewritten(done, settings=settings)
+    assert the_line_again(done, embedx_here) == "the file does not say how it was made"
+
+
+HOSTILE = [
+    "; rm -rf ~",
+    "$(touch owned)",
+    "`touch owned`",
+    "a' ; touch owned ; '",
+    '"; touch owned; "',
+    "--config-dir=/tmp",
+    "*",
+    "~",
+    "a b",
+    "\\",
+    "'",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_the_command_out_of_a_hostile_file_is_safe_in_a_shell(
+    value: str, embedx_here: Here, tmp_path: Path
+) -> None:
+    """The shell parts it into the words meant, whatever they hold, and runs nothing else."""
+    path = embeddings_file(tmp_path, np.ones((3, 2)))
+    config = {
+        "choices": {"model": value, "data": "digits", "--config-dir": value},
+        "model": {"_target_": value, "deep": {value: [value]}},
+        "data": {"limit": value},
+        "layers": [value],
+    }
+    rewritten(
+        path, config=yaml.safe_dump(config, sort_keys=False), again="python -m embedx ; touch owned"
+    )
+    line = the_line_again(path, embedx_here)
+    script = f"python() {{ printf '%s\\0' \"$@\"; }}; {line}"
+    shell = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=60)
+    assert shell.stderr == b""
+    words = shell.stdout.decode().split("\0")
+    assert words[:6] == ["-m", "embedx", "extract", "--config-dir", value, words[5]]
+    keys = [word.partition("=")[0].lstrip("+") for word in words[5:-1]]
+    assert keys == ["model", "model._target_", "model.deep", "data", "data.limit", "layers", "out"]
+    assert shlex.split(line.removeprefix("python ")) == words[:-1]
+    assert not (tmp_path / "owned").exists()
+    done = projection_file(path, "pca-1", np.ones((3, 2)))
+    rewritten(done, settings=json.dumps({"method": "pca", "layer": value, "n_components": [value]}))
+    words = shlex.split(the_line_again(done, embedx_here))
+    keys = [word.partition("=")[0].lstrip("+") for word in words[4:]]
+    assert keys == ["projection", "projection.n_components", "layer", "embeddings"]
+
+
+@pytest.mark.parametrize("value", ["a\nb", "\x1b[2J", "\u202e", "a\u2028b"])
+def test_what_a_terminal_would_not_show_is_no_command(
+    value: str, embedx_here: Here, tmp_path: Path
+) -> None:
+    path = embeddings_file(tmp_path, np.ones((3, 2)))
+    config = {
+        "choices": {"model": "own", "data": "digits"},
+        "model": {"name": value},
+        "data": {"limit": 3},
+    }
+    rewritten(path, config=yaml.safe_dump(config, sort_keys=False))
+    assert the_line_again(path, embedx_here).startswith("made with settings that no terminal shows")
+
+
+def test_a_map_whose_embeddings_are_damaged_is_still_described(
+    embedx_here: Here, tmp_path: Path
+) -> None:
+    path = embeddings_file(tmp_path, np.ones((3, 2)))
+    done = projection_file(path, "pca-1", np.ones((3, 2)))
+    rewritten(done, settings='{"method": "pca", "layer": "avgpool"}')
+    assert the_line_again(done, embedx_here).startswith("python -m embedx project projection=pca")
+    path.write_bytes(path.read_bytes()[:5000])
+    assert the_line_again(done, embedx_here) == "made of embeddings that are not beside it, id one"
+    path.unlink()
+    assert the_line_again(done, embedx_here) == "made of embeddings that are not beside it, id one"
+
+
+@pytest.mark.parametrize("key", ["method", "layer", "out", "overwrite", "embeddings", "function"])
+def test_a_key_of_a_plugin_by_the_name_of_one_of_its_stage_is_one_line(
+    key: str, my_conf: Path, embedx_here: Here, tmp_path: Path
+) -> None:
+    module = f"has_{key}"  # another name each time: Python keeps what it imported
+    (tmp_path / f"{module}.py").write_text(
+        f"def open_ended(x, **options): raise AssertionError\n"
+        f"def named(x, *, {key}=1): raise AssertionError\n"
+        f"def write(run, maps, folder, **options): raise AssertionError\n"
+    )
+    (my_conf / "exporter").mkdir()
+    (my_conf / "exporter" / "mine.yaml").write_text(f"_target_: {module}.write\n{key}: 3\n")
+    for name in ("open_ended", "named"):
+        path = my_conf / "projection" / f"{name}.yaml"
+        path.write_text(f"_target_: {module}.{name}\n{key}: 3\n")
+    path = embeddings_file(tmp_path, np.ones((9, 2)))
+    lines = {name: ("project", f"projection={name}") for name in ("open_ended", "named")}
+    if key in ("out", "embeddings"):
+        lines["write"] = ("export", "exporter=mine")
+    for name, words in lines.items():
+        status, _, err = embedx_here(*words, "--config-dir", "my conf", f"embeddings={path}")
+        assert status == 1
+        group = words[1].partition("=")[0]
+        assert len(err) == 1
+        assert re.fullmatch(
+            rf"ConfigError: {group}\.{key} cannot be passed on: {words[0]} has '{key}' for itself; "
+            rf"give that parameter of {module}\.{name} another name",
+            err[0],
+        )
+
+
 @pytest.mark.parametrize(
     ("value", "word"),
     [
@@ -873,15 +1111,19 @@ def test_info_says_what_was_made_from_python(embedx_here: Here, tmp_path: Path) 
         ("outputs/a-b/c.h5", "k=outputs/a-b/c.h5"),
         ("a, b", "'k=\"a, b\"'"),
         (["a", 1, None], "'k=[a,1,null]'"),
+        ("w/${oc.env:HOME}", "'k=\"w/\\${oc.env:HOME}\"'"),
+        ("x${", "'k=\"x\\${\"'"),
         ({"a": [1]}, "'k={a:[1]}'"),
     ],
 )
 def test_a_value_is_written_as_hydra_reads_it_back(value: object, word: str) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
 
     assert override("k", value) == word
     (typed,) = shlex.split(word)
-    assert OverridesParser.create().parse_override(typed).value() == value
+    config = OmegaConf.create({"k": OverridesParser.create().parse_override(typed).value()})
+    assert OmegaConf.to_container(config, resolve=True) == {"k": value}
 
 
 def test_a_config_file_that_holds_no_keys_is_said(tmp_path: Path) -> None:
@@ -891,3 +1133,55 @@ def test_a_config_file_that_holds_no_keys_is_said(tmp_path: Path) -> None:
         Configs(str(tmp_path))
     with pytest.raises(ConfigError, match="there is no model/none.yaml in"):
         Configs().document("model/none")
+
+
+def test_a_sweep_without_a_job_and_a_long_note_are_said(embedx_here: Here, tmp_path: Path) -> None:
+    import torch
+
+    assert embedx_here("extract", *TINY, "name=run")[0] == 0
+    glob = "embeddings=glob(outputs/none*)"
+    status, _, err = embedx_here("project", "-m", "projection=pca", glob)
+    assert status == 1
+    assert err[-1].startswith("ConfigError: the sweep has no job")
+    torch.save({f"layer{i}.weight": torch.zeros(2) for i in range(40)}, tmp_path / "other.pt")
+    status, _, err = embedx_here("extract", *TINY, "model.checkpoint=other.pt")
+    assert status == 1
+    assert err[-1].startswith("ModelError: checkpoint other.pt does not fit")
+    assert re.fullmatch(r"\.\.\. and \d+ more", err[-2])
+    assert len(err) == cli.NOTE_LINES + 2
+
+
+def test_text_from_a_file_cannot_turn_the_line_around(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._Lines().emit(logging.LogRecord("embedx", 20, "", 0, "a\u202ecba\u2066x\u200f", (), None))
+    assert capsys.readouterr().out == "a?cba?x?\n"
+
+
+def test_a_command_that_runs_code_named_in_a_file_is_marked(
+    my_conf: Path, embedx_here: Here, tmp_path: Path
+) -> None:
+    words = ("model=own", "model._target_=mine.net", "+model.depth=1", "data=rows")
+    assert embedx_here("extract", "--config-dir", "my conf", *words, "name=code")[0] == 0
+    status, out, err = embedx_here("info", "path=outputs/code")
+    assert (status, err) == (0, [])
+    (line,) = [line for line in out if line.startswith("runs code")]
+    assert (
+        line.split("  ")[-1].strip()
+        == "mine.net, mine.rows, as the command above does; read it first"
+    )
+    assert embedx_here("extract", *TINY, "name=plain")[0] == 0
+    assert not any("runs code" in line for line in embedx_here("info", "path=outputs/plain")[1])
+
+
+def test_settings_of_another_run_that_lie_beside_a_file_are_not_taken_for_its_own(
+    embedx_here: Here, tmp_path: Path, photos: Path
+) -> None:
+    import shutil
+
+    for parent in ("w1", "w2"):
+        shutil.copytree(photos, tmp_path / parent / "photos", copy_function=shutil.copy)
+        words = ("data=folder", f"data.root={parent}/photos", f"name={parent}")
+        assert embedx_here("extract", *TINY[:3], *words)[0] == 0
+    outputs = tmp_path / "outputs"
+    shutil.copy(outputs / "w1" / "config.yaml", outputs / "w2" / "config.yaml")
+    assert "data.root=w1/photos" in again(Path("outputs/w1"), embedx_here)
+    assert "data.root=photos" in again(Path("outputs/w2"), embedx_here)

@@ -923,10 +923,34 @@ def test_data_in_memory_that_cannot_be_used_is_told_in_one_line() -> None:
         (lambda: data.in_memory(x, labels=[1]), "data has 3 samples and 1 labels"),
         (lambda: data.in_memory(x, ids=["a"]), "data has 3 samples and 1 ids"),
         (lambda: data.in_memory(x, ids=["a", "b", "a"]), "the id 'a' is given 2 times"),
-        (lambda: data.in_memory(x, labels=["a", None, 1]), "the labels are of kinds that do not"),
+        (
+            lambda: data.in_memory(x, labels=["a", None, 1]),
+            "the labels are of kind NoneType; give one",
+        ),
         (lambda: data.in_memory(x, labels=x), "labels have shape (3, 2)"),
     ):
         with pytest.raises(DataError) as caught:
             make()
         assert str(caught.value).startswith(why)
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_labels_are_told_apart_as_they_are_given() -> None:
+    items = [1.0, 2.0, 3.0]
+    large = data.in_memory(items, labels=[2**63, 2**63 + 1, 0])
+    assert large.label_names == ["0", str(2**63), str(2**63 + 1)]
+    assert large.labels is not None
+    assert large.labels.tolist() == [1, 2, 0]
+    assert data.in_memory(items, labels=["a", "a\0", "b"]).label_names == ["a", "a\0", "b"]
+    for labels, message in (
+        ([1, "1", 2], "the labels are texts and numbers; give one text or one number a sample"),
+        ([b"a", b"b", b"c"], "the labels are of kind bytes"),
+        ([[1], [2], [3]], "the labels are of kind list"),
+        ({0: "a", 1: "b", 2: "c"}, "labels is a dict, which has no entry a sample in order"),
+        ({"a", "b", "c"}, "labels is a set, which has no entry a sample in order"),
+        ("abc", "labels is a str, which has no entry a sample in order"),
+    ):
+        with pytest.raises(DataError, match=message):
+            data.in_memory(items, labels=labels)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="ids is a set"):
+        data.in_memory(items, ids={"a", "b", "c"})  # type: ignore[arg-type]

@@ -11,42 +11,12 @@ from sklearn.manifold import trustworthiness
 from sklearn.model_selection import StratifiedKFold
 from sklearn.neighbors import KNeighborsClassifier
 
-from embedx import store
 from embedx.errors import StoreError
 from embedx.evaluate import evaluate
 from embedx.project import project
+from tests.conftest import embeddings_file, projection_file
 
 Array = np.ndarray[Any, Any]
-
-
-def make_run(
-    folder: Path, layers: dict[str, Array], *, labels: Array | None, failed: tuple[int, ...] = ()
-) -> Path:
-    """An embeddings file of these layers, as ``extract`` writes it."""
-    n = len(next(iter(layers.values())))
-    n_classes = 0 if labels is None else max(labels.max() + 1, 1)
-    fields = [
-        store.embeddings_field(name, n_features=x.shape[1], dtype=np.dtype("f4"), attrs={})
-        for name, x in layers.items()
-    ]
-    writer = store.create(
-        folder / "embeddings.h5",
-        ids=[f"row-{i}" for i in range(n)],
-        fields=fields,
-        attrs={"id": "one"},
-        labels=labels,
-        label_names=[f"class {i}" for i in range(n_classes)],
-    )
-    rows = {
-        field.name: x.astype(np.float32) for field, x in zip(fields, layers.values(), strict=True)
-    }
-    status = np.ones(n, np.uint8)
-    for i in failed:
-        status[i] = store.Status.FAILED
-        for x in rows.values():
-            x[i] = np.nan
-    writer.append(rows, status=status)
-    return writer.finish()
 
 
 def overlapping(n: int = 80, *, n_classes: int = 3) -> tuple[Array, Array]:
@@ -68,7 +38,7 @@ def test_scores_equal_those_computed_without_embedx(tmp_path: Path) -> None:
     x, labels = overlapping()
     layers = {"avgpool": x, "layer1.0": np.random.default_rng(1).normal(size=(80, 9))}
     failed, kept = (3, 50), np.delete(np.arange(80), [3, 50])
-    path = make_run(tmp_path, layers, labels=labels, failed=failed)
+    path = embeddings_file(tmp_path, layers, labels=labels, failed=failed)
     maps = {
         projection.name: projection
         for projection in (
@@ -100,7 +70,7 @@ def test_table_is_printed_with_its_figures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, labels = overlapping()
-    path = make_run(tmp_path, {"avgpool": x}, labels=labels)
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
     projection = project(path, method="pca")
     caplog.set_level(logging.INFO)
     caplog.clear()
@@ -131,7 +101,7 @@ def test_without_labels_there_is_no_accuracy_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, _ = overlapping()
-    path = make_run(tmp_path, {"avgpool": x}, labels=None)
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=None)
     project(path, method="pca")
     caplog.set_level(logging.INFO)
     table = evaluate(path)
@@ -146,7 +116,7 @@ def test_with_fewer_than_two_classes_to_compare_there_is_no_accuracy(
     tmp_path: Path, labels: list[int]
 ) -> None:
     x, _ = overlapping(20)
-    path = make_run(tmp_path, {"avgpool": x}, labels=np.array(labels, np.int32))
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=np.array(labels, np.int32))
     (row,) = evaluate(path)
     assert row["knn_accuracy"] is None
     assert row["rows"] == 20
@@ -156,7 +126,7 @@ def test_unlabelled_rows_count_as_rows_but_not_in_the_vote(tmp_path: Path) -> No
     x, labels = overlapping()
     some = labels.copy()
     some[::4] = -1
-    (row,) = evaluate(make_run(tmp_path, {"avgpool": x}, labels=some))
+    (row,) = evaluate(embeddings_file(tmp_path, {"avgpool": x}, labels=some))
     kept = some >= 0
     assert row["rows"] == 80
     expected = vote(x[kept].astype(np.float32), labels[kept])
@@ -166,7 +136,7 @@ def test_unlabelled_rows_count_as_rows_but_not_in_the_vote(tmp_path: Path) -> No
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_few_rows_are_evaluated(tmp_path: Path, n: int) -> None:
     x, labels = overlapping(n, n_classes=1)
-    path = make_run(tmp_path, {"avgpool": x}, labels=labels)
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
     project(path, method="pca")
     table = evaluate(path)
     assert [row["rows"] for row in table] == [n, n]
@@ -177,7 +147,7 @@ def test_few_rows_are_evaluated(tmp_path: Path, n: int) -> None:
 def test_rows_that_are_not_finite_are_left_out_whatever_their_status(tmp_path: Path) -> None:
     x, labels = overlapping()
     x[5, 0] = np.inf
-    (row,) = evaluate(make_run(tmp_path, {"avgpool": x}, labels=labels))
+    (row,) = evaluate(embeddings_file(tmp_path, {"avgpool": x}, labels=labels))
     kept = np.arange(80) != 5
     assert row["rows"] == 79
     assert row["knn_accuracy"] == pytest.approx(vote(x[kept].astype(np.float32), labels[kept]))
@@ -185,7 +155,7 @@ def test_rows_that_are_not_finite_are_left_out_whatever_their_status(tmp_path: P
 
 def test_only_the_chosen_projections_are_scored(tmp_path: Path) -> None:
     x, labels = overlapping()
-    path = make_run(tmp_path, {"avgpool": x}, labels=labels)
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
     two, three = (project(path, method="pca", n_components=m) for m in (2, 3))
     elsewhere = project(path, method="pca", out=tmp_path / "elsewhere", n_components=1)
     assert [row["name"] for row in evaluate(path, projections=[])] == ["avgpool"]
@@ -200,7 +170,7 @@ def test_only_the_chosen_projections_are_scored(tmp_path: Path) -> None:
 
 def test_scoring_again_gives_the_same_bytes(tmp_path: Path) -> None:
     x, labels = overlapping()
-    path = make_run(tmp_path, {"avgpool": x}, labels=labels)
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
     evaluate(path)
     before = (tmp_path / "scores.json").read_bytes()
     evaluate(path)
@@ -212,12 +182,10 @@ def test_missing_stale_or_absent_files_are_refused_in_one_line(tmp_path: Path) -
     with pytest.raises(StoreError, match="make it with: python -m embedx extract"):
         evaluate(tmp_path)
     x, labels = overlapping()
-    path = make_run(tmp_path, {"avgpool": x}, labels=labels)
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
     with pytest.raises(StoreError, match="there is no projection 'umap'"):
         evaluate(path, projections=["umap"])
-    foreign = tmp_path / "projections" / "pca-000000.h5"
-    attrs = {"id": "x", "parent": "other", "method": "pca", "layer": "avgpool"}
-    store.write_projection(foreign, coords=x[:, :2], ids=[str(i) for i in range(80)], attrs=attrs)
+    projection_file(path, "pca-000000", x[:, :2], parent="other")
     with pytest.raises(StoreError, match="belongs to other embeddings") as caught:
         evaluate(path, projections=["pca"])
     assert len(str(caught.value).splitlines()) == 1

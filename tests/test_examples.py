@@ -3,12 +3,17 @@
 import base64
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
+
+import embedx
 
 from .conftest import ROOT
 
@@ -106,3 +111,28 @@ def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [o for o in outputs if o.get("name") == "stderr" or o.output_type == "error"]
     CHECKS[path.stem](notebook, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["watch_training", "lightning_callback"])
+def test_a_script_runs_and_records_every_epoch(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = embedx.open(tmp_path / "run")
+    epochs = np.asarray(run.metadata["epoch"])
+    n_epochs = 4 if name == "watch_training" else 2
+    assert [int((epochs == e).sum()) for e in range(n_epochs)] == [1797] * n_epochs
+    assert run.n_rows == 1797 * n_epochs
+    target = load_digits().target
+    assert run.labels.tolist() == [int(target[int(i)]) for i in run.metadata["sample"]]
+    (rows,) = run.embeddings.values()
+    by_sample = rows.reshape(n_epochs, 1797, -1)
+    order = np.argsort(np.asarray(run.metadata["sample"]).reshape(n_epochs, 1797), axis=1)
+    by_sample = np.take_along_axis(by_sample, order[:, :, None], axis=1)
+    assert not np.allclose(by_sample[0], by_sample[-1], atol=0.1)  # it has learnt
+    if name == "watch_training":
+        loss = np.asarray(run.metadata["loss"])
+        assert loss[epochs == 3].mean() < 0.5 * loss[epochs == 0].mean()
+        with Image.open(tmp_path / "run" / "epochs.png") as picture:
+            assert picture.width > 3 * picture.height

@@ -5,9 +5,10 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from embedx import store
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.export import export
-from embedx.store import Status
+from tests.conftest import embeddings_file, projection_file
 
 pytest.importorskip("tensorboard", reason="the viz extra is not installed")
 from PIL import Image
@@ -52,62 +53,6 @@ ODD_LABELS = [
     "\ufeff",
     "line\u2028separator",
 ]
-
-
-def make(
-    folder: Path,
-    points: Mapping[str, Array],
-    *,
-    labels: Sequence[str] | None = None,
-    ids: Sequence[str] | None = None,
-    metadata: Mapping[str, Array | Sequence[str]] | None = None,
-    thumbnails: Array | None = None,
-    failed: Sequence[int] = (),
-) -> Path:
-    """An embeddings file as extract leaves it; an empty label is none."""
-    n = len(next(iter(points.values())))
-    ids = ids or [f"row-{i:04d}" for i in range(n)]
-    names = sorted(set(labels or ()) - {""})
-    numbers = None if labels is None else np.array([names.index(s) if s else -1 for s in labels])
-    rows: dict[str, Array] = {}
-    fields = []
-    for point, x in points.items():
-        dtype = x.dtype if x.dtype.kind == "f" else np.dtype("<f4")
-        field = store.embeddings_field(point, n_features=x.shape[1], dtype=dtype, attrs={})
-        fields.append(field)
-        rows[field.name] = np.array(x, dtype=dtype)
-        rows[field.name][list(failed)] = np.nan
-    if thumbnails is not None:
-        fields.append(store.Field("thumbnails", thumbnails.shape[1:], np.dtype("u1")))
-        rows["thumbnails"] = thumbnails
-    status = np.full(n, Status.OK, np.uint8)
-    status[list(failed)] = Status.FAILED
-    writer = store.create(
-        folder / "embeddings.h5",
-        ids=ids,
-        fields=fields,
-        attrs={"id": "e" * 64},
-        labels=numbers,
-        label_names=[*names, "unused"],
-        metadata=metadata,
-    )
-    writer.append(rows, status=status)
-    return writer.finish()
-
-
-def add_projection(path: Path, name: str, coords: Array, *, layer: str = "pool") -> None:
-    opened = store.open(path)
-    store.write_projection(
-        path.parent / "projections" / f"{name}.h5",
-        coords=coords,
-        ids=opened.ids,
-        attrs={
-            "id": name,
-            "parent": opened.attrs["id"],
-            "method": name.split("-", 1)[0],
-            "layer": layer,
-        },
-    )
 
 
 class Served:
@@ -191,9 +136,9 @@ def test_what_the_server_reads_back_equals_what_went_in(tmp_path: Path, n: int) 
     x, pictures = points_of(n), pictures_of(n)
     labels = [f"class {i % 3}" for i in range(n)]
     flat, solid = points_of(n, 2, seed=1), points_of(n, 3, seed=2) * 1e-6
-    path = make(tmp_path, {"pool": x}, labels=labels, thumbnails=pictures)
-    add_projection(path, "tsne-1", flat)
-    add_projection(path, "umap-2", solid)
+    path = embeddings_file(tmp_path, {"pool": x}, labels=labels, thumbnails=pictures)
+    projection_file(path, "tsne-1", flat)
+    projection_file(path, "umap-2", solid)
     served = Served(export(path))
     assert served.names == ["1-pool", "2-pool.points", "3-tsne-1", "4-umap-2"]
     for name in ("1-pool", "2-pool.points"):
@@ -221,8 +166,8 @@ def test_a_projection_tensor_is_the_projection_turned_to_its_principal_axes(
     tmp_path: Path, n: int
 ) -> None:
     coords = points_of(n, 2, seed=3) @ np.array([[3.0, 1.0], [0.0, 0.1]], np.float32)
-    path = make(tmp_path, {"pool": points_of(n)})
-    add_projection(path, "umap-1", coords)
+    path = embeddings_file(tmp_path, {"pool": points_of(n)})
+    projection_file(path, "umap-1", coords)
     turned = Served(export(path)).tensor("2-umap-1").astype(np.float64)
     assert turned.shape == (n, 3)
     assert not turned[:, 2].any()
@@ -237,15 +182,15 @@ def test_a_projection_tensor_is_the_projection_turned_to_its_principal_axes(
 
 @pytest.mark.parametrize(("n", "failed"), [(1, []), (3, [0, 2])])
 def test_one_row_to_show_is_an_error_of_one_line(tmp_path: Path, n: int, failed: list[int]) -> None:
-    path = make(tmp_path, {"pool": points_of(n)}, failed=failed)
-    with pytest.raises(DataError, match=f"has 1 good rows of {n}") as caught:
+    path = embeddings_file(tmp_path, {"pool": points_of(n)}, failed=failed)
+    with pytest.raises(DataError, match=f"has 1 rows of {n} to show") as caught:
         export(path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "projector").exists()
 
 
 def test_every_row_keeps_its_own_label_whatever_the_labels_hold(tmp_path: Path) -> None:
-    path = make(tmp_path, {"pool": points_of(len(ODD_LABELS))}, labels=ODD_LABELS)
+    path = embeddings_file(tmp_path, {"pool": points_of(len(ODD_LABELS))}, labels=ODD_LABELS)
     assert Served(export(path)).metadata("1-pool")["label"] == [
         "a b",
         "two lines",
@@ -271,7 +216,7 @@ def test_every_row_keeps_its_own_label_whatever_the_labels_hold(tmp_path: Path) 
 
 def test_numbers_that_the_page_shows_unchanged_stay_numbers(tmp_path: Path) -> None:
     labels = ["0", "10", "9", "-3", "0.5", "1.25"]
-    path = make(tmp_path, {"pool": points_of(6)}, labels=labels)
+    path = embeddings_file(tmp_path, {"pool": points_of(6)}, labels=labels)
     assert Served(export(path)).metadata("1-pool")["label"] == labels
 
 
@@ -289,7 +234,8 @@ def test_numbers_that_the_page_shows_unchanged_stay_numbers(tmp_path: Path) -> N
 def test_labels_differ_after_the_export_where_their_printed_characters_differ(
     tmp_path_factory: pytest.TempPathFactory, labels: list[str]
 ) -> None:
-    path = make(tmp_path_factory.mktemp("labels"), {"pool": points_of(len(labels))}, labels=labels)
+    folder = tmp_path_factory.mktemp("labels")
+    path = embeddings_file(folder, {"pool": points_of(len(labels))}, labels=labels)
     shown = Served(export(path)).metadata("1-pool")["label"]
     assert len(shown) == len(labels)
     for label, cell in zip(labels, shown, strict=True):
@@ -308,10 +254,10 @@ def test_one_column_has_no_header_and_several_have_one(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     ids = ["first", "second", "003"]
-    one = make(tmp_path / "one", {"pool": points_of(3)}, ids=ids)
+    one = embeddings_file(tmp_path / "one", {"pool": points_of(3)}, ids=ids)
     assert (export(one) / "metadata.tsv").read_text() == "first\nsecond\n#003\n"
     metadata = {"label": ["x", "y", "z"], "__next__": np.array([1, 2, 3])}
-    two = make(tmp_path / "two", {"pool": points_of(3)}, ids=ids, metadata=metadata)
+    two = embeddings_file(tmp_path / "two", {"pool": points_of(3)}, ids=ids, metadata=metadata)
     text = (export(two) / "metadata.tsv").read_text()
     assert text.splitlines()[0] == "id\t__next___\tlabel"
     assert Served(tmp_path / "two" / "projector").metadata("1-pool") == {
@@ -322,7 +268,7 @@ def test_one_column_has_no_header_and_several_have_one(tmp_path: Path) -> None:
 
 
 def test_missing_numbers_are_empty_cells_and_text_columns_keep_their_text(tmp_path: Path) -> None:
-    path = make(
+    path = embeddings_file(
         tmp_path,
         {"pool": points_of(3)},
         metadata={
@@ -339,8 +285,8 @@ def test_missing_numbers_are_empty_cells_and_text_columns_keep_their_text(tmp_pa
 
 def test_more_than_50_classes_get_a_column_with_at_most_50(tmp_path: Path) -> None:
     labels = [f"class {i % 60}" for i in range(90)] + ["class 59"] * 5
-    path = make(tmp_path, {"pool": points_of(95)}, labels=labels)
-    add_projection(path, "umap-1", points_of(95, 2))
+    path = embeddings_file(tmp_path, {"pool": points_of(95)}, labels=labels)
+    projection_file(path, "umap-1", points_of(95, 2))
     served = Served(export(path))
     columns = served.metadata("1-pool")
     assert columns["label"] == labels
@@ -354,23 +300,23 @@ def test_more_than_50_classes_get_a_column_with_at_most_50(tmp_path: Path) -> No
 
 
 def test_50_classes_are_shown_by_their_own_names(tmp_path: Path) -> None:
-    path = make(
+    path = embeddings_file(
         tmp_path,
         {"pool": points_of(50)},
         labels=[f"class {i}" for i in range(50)],
         metadata={"class": np.arange(50)},
     )
-    add_projection(path, "umap-1", points_of(50, 2))
+    projection_file(path, "umap-1", points_of(50, 2))
     served = Served(export(path))
     assert list(served.metadata("1-pool")) == ["id", "label", "class"]
     assert served.bookmarks("1-pool")[0]["selectedColorOptionName"] == "label"
 
 
 def test_bookmarks_colour_points_and_leave_pictures_as_they_are(tmp_path: Path) -> None:
-    path = make(
+    path = embeddings_file(
         tmp_path, {"pool": points_of(4)}, labels=["a", "b", "a", "b"], thumbnails=pictures_of(4)
     )
-    add_projection(path, "umap-1", points_of(4, 2))
+    projection_file(path, "umap-1", points_of(4, 2))
     served = Served(export(path))
     assert served.bookmarks("1-pool")[0]["selectedColorOptionName"] == "No color map"
     assert served.bookmarks("2-pool.points")[0]["selectedColorOptionName"] == "label"
@@ -380,8 +326,8 @@ def test_bookmarks_colour_points_and_leave_pictures_as_they_are(tmp_path: Path) 
 def test_bookmarks_name_columns_that_are_there(
     tmp_path: Path, metadata: dict[str, Array] | None
 ) -> None:
-    path = make(tmp_path, {"pool": points_of(4)}, metadata=metadata)
-    add_projection(path, "umap-1", points_of(4, 2))
+    path = embeddings_file(tmp_path, {"pool": points_of(4)}, metadata=metadata)
+    projection_file(path, "umap-1", points_of(4, 2))
     served = Served(export(path))
     (state,) = served.bookmarks("1-pool")
     assert state["selectedLabelOption"] in served.metadata("1-pool")
@@ -394,7 +340,7 @@ def test_no_character_is_spoilt_where_the_page_cuts_the_metadata_into_megabytes(
 ) -> None:
     n = 2_000_000 // (cell_bytes * 20) + 2
     note = "x" * (cell_bytes % 4) + "\N{CAT FACE}" * (cell_bytes * 5)
-    path = make(tmp_path, {"pool": points_of(n)}, metadata={"note": [note] * n})
+    path = embeddings_file(tmp_path, {"pool": points_of(n)}, metadata={"note": [note] * n})
     folder = export(path)
     assert (folder / "metadata.tsv").stat().st_size > 2_000_000
     columns = Served(folder).metadata("1-pool")
@@ -420,7 +366,7 @@ def first_line_is_text(x: Array) -> bool:
 )
 def test_a_tensor_whose_bytes_read_as_text_is_written_as_text(tmp_path: Path, x: Array) -> None:
     assert first_line_is_text(x)
-    served = Served(export(make(tmp_path, {"pool": x})))
+    served = Served(export(embeddings_file(tmp_path, {"pool": x})))
     assert served.entry("1-pool")["tensorPath"].endswith(".tsv")
     np.testing.assert_array_equal(served.tensor("1-pool")[:, : x.shape[1]], x)
 
@@ -428,7 +374,7 @@ def test_a_tensor_whose_bytes_read_as_text_is_written_as_text(tmp_path: Path, x:
 def test_other_tensors_are_written_raw(tmp_path: Path) -> None:
     x = points_of(50, 300)
     assert not first_line_is_text(x)
-    served = Served(export(make(tmp_path, {"pool": x})))
+    served = Served(export(embeddings_file(tmp_path, {"pool": x})))
     file = served.folder / served.entry("1-pool")["tensorPath"]
     assert file.read_bytes() == x.tobytes()
 
@@ -438,8 +384,8 @@ def test_a_tensor_of_one_or_two_columns_gets_the_three_that_the_page_draws(
     tmp_path: Path, d: int
 ) -> None:
     x = points_of(6, d)
-    path = make(tmp_path, {"pool": x})
-    add_projection(path, "pca-1", points_of(6, 1))
+    path = embeddings_file(tmp_path, {"pool": x})
+    projection_file(path, "pca-1", points_of(6, 1))
     served = Served(export(path))
     for name in served.names:
         assert served.tensor(name).shape == (6, 3)
@@ -455,11 +401,22 @@ def test_failed_rows_are_dropped_from_every_file_alike(
     x[overflow, 3] = 1e300  # finite as it is stored, infinite in the projector's float32
     flat[[*failed, unplaced]] = np.nan
     labels = [f"class {i}" for i in range(n)]
-    path = make(tmp_path, {"pool": x}, labels=labels, thumbnails=pictures, failed=failed)
-    add_projection(path, "umap-1", flat)
+    path = embeddings_file(
+        tmp_path,
+        {"pool": x},
+        labels=labels,
+        thumbnails=pictures,
+        failed=failed,
+        dtype=np.float64,
+    )
+    projection_file(path, "umap-1", flat)
     with caplog.at_level(logging.INFO, "embedx"):
         served = Served(export(path))
-    assert "4 rows failed and are left out" in caplog.text
+    assert [message for message in caplog.messages if "left out" in message] == [
+        "2 rows failed and are left out",
+        "1 rows could not be placed by every projection and are left out",
+        "1 rows hold a number that is not finite and are left out",
+    ]
     kept = [i for i in range(n) if i not in (*failed, unplaced, overflow)]
     np.testing.assert_array_equal(served.tensor("1-pool"), x[kept].astype(np.float32))
     assert len(served.tensor("3-umap-1")) == len(kept)
@@ -473,7 +430,7 @@ def test_failed_rows_are_dropped_from_every_file_alike(
 
 
 def test_without_thumbnails_labels_and_projections_there_is_still_a_map(tmp_path: Path) -> None:
-    served = Served(export(make(tmp_path, {"pool": points_of(5)})))
+    served = Served(export(embeddings_file(tmp_path, {"pool": points_of(5)})))
     assert served.names == ["1-pool"]
     assert served.metadata("1-pool") == {"label": [f"row-{i:04d}" for i in range(5)]}
     assert not {"sprite", "bookmarksPath"} & set(served.entry("1-pool"))
@@ -486,9 +443,9 @@ def test_without_thumbnails_labels_and_projections_there_is_still_a_map(tmp_path
 
 def test_each_layer_is_a_tensor_with_the_bookmarks_of_its_own_projections(tmp_path: Path) -> None:
     x = {"z/last&#+%": points_of(4), "block.0": points_of(4, 5, seed=1), "Block.0": points_of(4, 6)}
-    path = make(tmp_path, x)
-    add_projection(path, "umap-1", points_of(4, 2, seed=2), layer="z/last&#+%")
-    add_projection(path, "umap-2", points_of(4, 2, seed=3), layer="block.0")
+    path = embeddings_file(tmp_path, x)
+    projection_file(path, "umap-1", points_of(4, 2, seed=2), layer="z/last&#+%")
+    projection_file(path, "umap-2", points_of(4, 2, seed=3), layer="block.0")
     served = Served(export(path))
     assert served.names == ["1-z_last____", "2-block.0", "3-Block.0", "4-umap-1", "5-umap-2"]
     for name, array in zip(served.names, x.values(), strict=False):
@@ -499,8 +456,8 @@ def test_each_layer_is_a_tensor_with_the_bookmarks_of_its_own_projections(tmp_pa
 
 
 def test_the_page_opens_the_first_layer_though_other_names_sort_before_it(tmp_path: Path) -> None:
-    path = make(tmp_path, {f"layer{i}": points_of(3) for i in range(12, 0, -1)})
-    add_projection(path, "a-1", points_of(3, 2), layer="layer12")
+    path = embeddings_file(tmp_path, {f"layer{i}": points_of(3) for i in range(12, 0, -1)})
+    projection_file(path, "a-1", points_of(3, 2), layer="layer12")
     served = Served(export(path))
     assert served.names == sorted(served.names)  # the page's order among equally many rows
     assert served.names[0] == "01-layer12"
@@ -513,8 +470,8 @@ def test_above_the_cap_a_stratified_sample_cuts_every_file_alike(
     labels = ["many"] * 60 + ["some"] * 30 + ["few"] * 9 + ["one"]
     n = len(labels)
     x, pictures, flat = points_of(n), pictures_of(n), points_of(n, 2, seed=1)
-    path = make(tmp_path, {"pool": x}, labels=labels, thumbnails=pictures)
-    add_projection(path, "umap-1", flat)
+    path = embeddings_file(tmp_path, {"pool": x}, labels=labels, thumbnails=pictures)
+    projection_file(path, "umap-1", flat)
     with caplog.at_level(logging.INFO, "embedx"):
         served = Served(export(path))
     assert "at most 30 rows: taking a sample of 100, stratified by label" in caplog.text
@@ -540,7 +497,7 @@ def test_the_cap_holds_without_labels_and_with_more_classes_than_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[str] | None
 ) -> None:
     monkeypatch.setattr(EXPORT, "ROWS_MOST", 7)
-    path = make(tmp_path, {"pool": points_of(40)}, labels=labels)
+    path = embeddings_file(tmp_path, {"pool": points_of(40)}, labels=labels)
     first = Served(export(path)).metadata("1-pool")
     assert len(next(iter(first.values()))) == 7
     assert Served(export(path)).metadata("1-pool") == first  # the same sample again
@@ -552,7 +509,7 @@ def test_tiles_shrink_so_that_the_sheet_keeps_to_the_side_the_page_takes(
     monkeypatch.setattr(EXPORT, "SHEET_PX_MOST", 17)
     pictures = np.empty((10, 8, 8, 3), np.uint8)
     pictures[:] = (np.arange(10, dtype=np.uint8) * 20)[:, None, None, None]
-    path = make(tmp_path, {"pool": points_of(10)}, thumbnails=pictures)
+    path = embeddings_file(tmp_path, {"pool": points_of(10)}, thumbnails=pictures)
     served = Served(export(path))
     assert served.entry("1-pool")["sprite"]["singleImageDim"] == [4, 4]
     assert served.sheet("1-pool").shape == (16, 16, 3)
@@ -562,7 +519,7 @@ def test_tiles_shrink_so_that_the_sheet_keeps_to_the_side_the_page_takes(
 
 def test_thumbnails_that_are_not_square_keep_their_shape_on_square_tiles(tmp_path: Path) -> None:
     pictures = np.full((5, 4, 8, 3), 60, np.uint8)
-    served = Served(export(make(tmp_path, {"pool": points_of(5)}, thumbnails=pictures)))
+    served = Served(export(embeddings_file(tmp_path, {"pool": points_of(5)}, thumbnails=pictures)))
     tile = served.tile("1-pool", 4)
     assert tile.shape == (8, 8, 3)
     assert (tile[2:6] == 60).all()
@@ -597,7 +554,7 @@ def a_file(folder: Path) -> None:
 def test_an_out_folder_with_files_of_others_is_refused_and_left_alone(
     tmp_path: Path, put: Callable[[Path], None]
 ) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     put(tmp_path / "mine")
     before = everything(tmp_path)
     with pytest.raises(ConfigError, match="choose another out=FOLDER") as caught:
@@ -607,7 +564,7 @@ def test_an_out_folder_with_files_of_others_is_refused_and_left_alone(
 
 
 def test_an_export_to_which_someone_added_a_file_is_not_replaced(tmp_path: Path) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     folder = export(path)
     (folder / "notes.md").write_text("what I saw")
     with pytest.raises(ConfigError, match=r"notes\.md, which is no part of an export"):
@@ -616,7 +573,7 @@ def test_an_export_to_which_someone_added_a_file_is_not_replaced(tmp_path: Path)
 
 
 def test_an_empty_out_folder_is_taken(tmp_path: Path) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     (tmp_path / "empty").mkdir()
     assert export(path, out=tmp_path / "empty") == tmp_path / "empty"
     assert Served(tmp_path / "empty").names == ["1-pool"]
@@ -625,8 +582,8 @@ def test_an_empty_out_folder_is_taken(tmp_path: Path) -> None:
 def test_exporting_again_replaces_the_folder_whole_and_leaves_nothing_beside_it(
     tmp_path: Path,
 ) -> None:
-    path = make(tmp_path, {"pool": points_of(3)}, thumbnails=pictures_of(3))
-    add_projection(path, "umap-1", points_of(3, 2))
+    path = embeddings_file(tmp_path, {"pool": points_of(3)}, thumbnails=pictures_of(3))
+    projection_file(path, "umap-1", points_of(3, 2))
     beside = {p.name for p in tmp_path.iterdir()} | {"projector"}
     folder = export(path)
     first = everything(folder)
@@ -639,7 +596,7 @@ def test_exporting_again_replaces_the_folder_whole_and_leaves_nothing_beside_it(
 
 
 def test_a_link_stays_a_link_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     (tmp_path / "far").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "far")
     export(path, out=tmp_path / "link")
@@ -652,9 +609,9 @@ def test_a_link_stays_a_link_and_what_it_leads_to_is_replaced(tmp_path: Path) ->
 def test_a_failure_in_the_middle_leaves_the_old_export_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     folder = export(path)
-    add_projection(path, "umap-1", points_of(3, 2))
+    projection_file(path, "umap-1", points_of(3, 2))
     before = everything(tmp_path)
     replace_file = store.replace_file
     written = []
@@ -676,9 +633,9 @@ def test_a_failure_in_the_middle_leaves_the_old_export_in_place(
 def test_the_old_export_comes_back_when_the_new_one_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     folder = export(path)
-    add_projection(path, "umap-1", points_of(3, 2))
+    projection_file(path, "umap-1", points_of(3, 2))
     before = everything(tmp_path)
     replace = os.replace
     refused = []
@@ -697,7 +654,7 @@ def test_the_old_export_comes_back_when_the_new_one_cannot_take_its_place(
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="choose another out=FOLDER") as caught:
         export(path, out=tmp_path / "file" / "projector")
@@ -705,14 +662,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) ->
 
 
 def test_an_unknown_exporter_is_refused_with_the_ones_there_are(tmp_path: Path) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
     with pytest.raises(ConfigError, match="'tensorbord' is not known; choose one of: tensorboard"):
         export(path, exporter="tensorbord")
 
 
 def test_an_exporter_may_be_any_function_with_options_of_its_own(tmp_path: Path) -> None:
-    path = make(tmp_path, {"pool": points_of(3)})
-    add_projection(path, "umap-1", points_of(3, 2))
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
+    projection_file(path, "umap-1", points_of(3, 2))
 
     def list_it(embeddings: Any, projections: Any, folder: Path, *, suffix: str) -> Path:
         target = folder.with_suffix(suffix)
@@ -721,3 +678,23 @@ def test_an_exporter_may_be_any_function_with_options_of_its_own(tmp_path: Path)
 
     target = export(path, exporter=list_it, out=tmp_path / "list", suffix=".txt")
     assert target.read_text() == "3 ['umap-1']"
+
+
+@pytest.mark.parametrize(
+    ("signature", "options", "message"),
+    [
+        ("out=None", {}, r"exporter\.out cannot be passed on: export has 'out' for itself; .*"),
+        ("deep=1", {"dep": 2}, r"there is no key 'exporter\.dep'; .* exporter\.deep"),
+        ("", {"dep": 2}, r"there is no key 'exporter\.dep', and none at all can be given here"),
+        ("deep: int = 1", {"deep": "x"}, r"exporter\.deep must be a whole number, not 'x'"),
+    ],
+)
+def test_an_exporter_of_ones_own_is_refused_options_it_cannot_take(
+    tmp_path: Path, signature: str, options: dict[str, Any], message: str
+) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def own(e, p, folder, {signature}): raise AssertionError", scope)
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
+    with pytest.raises(ConfigError) as caught:
+        export(path, exporter=scope["own"], **options)
+    assert re.fullmatch(message, str(caught.value))

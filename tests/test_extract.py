@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +17,10 @@ from torch import Tensor, nn
 
 import embedx
 from embedx import data, models, store
-from embedx.checkpoints import file_sha256
 from embedx.data import Source
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
-
-
-def relative_error(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a - b).max() / np.abs(b).max())
+from tests.conftest import relative_error, sha256
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +106,6 @@ def test_several_layers_come_from_the_one_pass_and_a_live_model_is_left_as_it_wa
     assert not model.a._forward_hooks
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
-
-
-def sha256(path: Path) -> str:
-    return file_sha256(path)
 
 
 def test_worker_count_and_name_do_not_change_the_bytes(
@@ -216,6 +209,9 @@ def test_an_output_folder_inside_the_data_changes_nothing_for_later_runs(
         assert sha256(got.path) == sha256(outside.path)
 
 
+PASSES_LEFT = [-1]  # no attribute of the network: it would be another one after each pass
+
+
 class Stoppable(nn.Module):
     """Fails in its k-th pass, once."""
 
@@ -223,17 +219,16 @@ class Stoppable(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.head = nn.Linear(n_inputs, 3), nn.Linear(3, 2)
-        self.passes_left = [-1]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.passes_left[0] -= 1
-        if self.passes_left[0] == 0:
+        PASSES_LEFT[0] -= 1
+        if PASSES_LEFT[0] == 0:
             raise RuntimeError("stopped")
         return self.head(self.body(x.flatten(1).float()))
 
 
 def stop_halfway(
-    model: Stoppable,
+    model: nn.Module,
     monkeypatch: pytest.MonkeyPatch,
     data_: object,
     *,
@@ -241,7 +236,7 @@ def stop_halfway(
     **options: object,
 ) -> None:
     """Leave a file with the rows of the first two batches."""
-    model.passes_left[0] = 3
+    PASSES_LEFT[0] = 3
     with monkeypatch.context() as patch:
         patch.setattr(store, "COMMIT_S", 0.0)
         with pytest.raises(ModelError, match="RuntimeError: stopped"):
@@ -575,7 +570,7 @@ def test_dicts_of_other_names_or_shapes_are_one_line(tmp_path: Path) -> None:
 
 
 class Stages(nn.Module):
-    """Counts how often each of its layers ran; on the last batch the first may be left out."""
+    """Counts how often each of its layers ran; in one pass the first may be left out."""
 
     def __init__(self, *, skip_on: int = -1) -> None:
         super().__init__()
@@ -595,29 +590,136 @@ class Stages(nn.Module):
 
 
 def test_after_the_first_pass_the_layers_behind_the_last_wanted_one_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_calls = [0]
+    linear = nn.functional.linear
+
+    def counted(*arguments: Any) -> Tensor:
+        n_calls[0] += 1
+        return linear(*arguments)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).eval(), torch.randn(20, 4)
+    early = embedx.extract(model, x, layers="0", batch_size=5, out=tmp_path / "early")
+    assert n_calls == [5 + 3 * 1]  # four passes, of which one counts the calls of a whole one
+    n_calls[0] = 0
+    both = embedx.extract(model, x, layers=["2", "0"], batch_size=5, out=tmp_path / "both")
+    assert n_calls == [5 + 3 * 3]  # the later one in order of execution ends a pass
+    np.testing.assert_array_equal(both.embeddings["0"], early.embeddings["0"])
+    wanted = model[:3](x).detach().numpy()
+    np.testing.assert_allclose(both.embeddings["2"], wanted, rtol=1e-5, atol=1e-6)
+    n_calls[0] = 0
+    options = {"layers": "0", "batch_size": 5, "save_outputs": True}
+    kept = embedx.extract(model, x, out=tmp_path / "outputs", **options)
+    assert n_calls == [4 * 5]
+    wanted = model(x).detach().numpy()
+    np.testing.assert_allclose(kept.outputs["logits"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_passes_of_code_of_ones_own_are_whole(tmp_path: Path) -> None:
+    """It may run a layer again in another batch, or keep something until its end."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.is_busy = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert not self.is_busy
+            self.is_busy = True
+            x = self.a(x)
+            if x.shape[0] == 2:  # the last batch
+                x = self.a(x)
+            x = self.b(x)
+            self.is_busy = False
+            return x
+
+    model, x = Again().eval(), torch.randn(6, 2)
+    run = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "whole")
+    assert run.ok.all()
+    assert not model.is_busy
+    with pytest.raises(LayerError, match="rows 3 to 4: a ran 2 times in one pass"):
+        embedx.extract(model, x[:5], layers="a", batch_size=3, out=tmp_path / "again")
+
+
+class Views(nn.Module):
+    """Lays its input and feature maps end to end by view, as many tutorials do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36 + 3 * 64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.conv(x)
+        both = [maps.view(len(x), -1), x.view(len(x), -1)]
+        return self.fc(torch.cat(both, 1))
+
+
+def test_a_network_that_looks_at_strides_gets_the_layout_that_it_was_written_for(
     tmp_path: Path,
 ) -> None:
-    x = torch.randn(20, 4)
-    model = Stages().eval()
-    run = embedx.extract(model, x, layers="early", batch_size=5, out=tmp_path / "early")
-    # Four passes begin, and one counts the calls of a whole one.
-    assert model.ran == [4, 1, 1]
-    wanted = model.early(x).detach().numpy()
-    np.testing.assert_allclose(run.embeddings["early"], wanted, rtol=1e-5, atol=1e-6)
-    model = Stages().eval()
-    both = embedx.extract(model, x, layers=["late", "early"], batch_size=5, out=tmp_path / "both")
-    assert model.ran == [4, 4, 1]
-    np.testing.assert_array_equal(both.embeddings["early"], run.embeddings["early"])
-    wanted = model.late(model.early(x)).detach().numpy()
-    np.testing.assert_allclose(both.embeddings["late"], wanted, rtol=1e-5, atol=1e-6)
-    model = Stages().eval()
-    kept = embedx.extract(
-        model, x, layers="early", batch_size=5, save_outputs=True, out=tmp_path / "outputs"
-    )
-    assert model.ran == [4, 4, 4]
-    np.testing.assert_allclose(
-        kept.outputs["logits"], model(x).detach().numpy(), rtol=1e-5, atol=1e-6
-    )
+    model, x = Views().eval(), torch.randn(5, 3, 8, 8)
+    run = embedx.extract(model, x, layers="fc", out=tmp_path)
+    wanted = model(x).detach().numpy()
+    np.testing.assert_allclose(run.embeddings["fc"], wanted, rtol=1e-5, atol=1e-6)
+
+
+class Reused(torch.utils.data.Dataset[Tensor]):
+    """Fills one buffer again and again, and gives what needs a gradient."""
+
+    def __init__(self, *, layer: nn.Module | None = None) -> None:
+        self.buffer = torch.zeros(2)
+        self.layer = layer
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> Tensor:
+        self.buffer.fill_(i)
+        return self.buffer if self.layer is None else self.layer(self.buffer)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_items_that_share_a_buffer_or_need_a_gradient_are_rows_of_their_own(
+    num_workers: int, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2)).eval()
+    options = {"layers": "0", "num_workers": num_workers}
+    run = embedx.extract(model, Reused(), out=tmp_path / "a", **options)
+    assert run.embeddings["0"][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    layer = nn.Linear(2, 2)
+    run = embedx.extract(model, Reused(layer=layer), out=tmp_path / "b", **options)
+    wanted = layer(torch.arange(6.0)[:, None].expand(6, 2)).detach().numpy()
+    np.testing.assert_allclose(run.embeddings["0"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def by_length(items: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(sorted(items, key=len, reverse=True), batch_first=True)
+
+
+class Iterates(torch.utils.data.DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (100 * batch for batch in super().__iter__())
+
+
+def test_loaders_that_would_give_other_rows_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(1, 1)).eval()
+    sentences = [torch.ones(n, 1) for n in (1, 3, 2, 5)]
+    with pytest.raises(ConfigError, match="puts the samples of a batch in an order of its own"):
+        embedx.extract(model, loader_of(sentences, collate_fn=by_length), out=tmp_path / "o")
+    with pytest.raises(DataError, match="a Iterates that makes its batches in an __iter__"):
+        embedx.extract(model, Iterates(sentences), out=tmp_path / "o")
+
+
+def test_lists_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 1)).eval()
+    embedx.extract(model, [[0.1, 0.2], [0.3, 0.4]], layers="0", out=tmp_path)
+    with pytest.raises(StoreError, match="the data has changed since"):
+        embedx.extract(model, [[9.0, 9.0], [8.0, 8.0]], layers="0", out=tmp_path)
 
 
 def test_a_layer_that_is_left_out_of_one_pass_is_an_error_that_names_the_rows(
@@ -706,7 +808,7 @@ def test_loaders_whose_rows_would_not_be_those_of_a_dataset_are_refused_in_one_l
             "gives inputs of shape (4,)",
         ),
         (
-            loader_of(pairs, collate_fn=lambda items: take_first(items) / (len(items) == 1)),
+            loader_of(pairs, collate_fn=take_first),
             ConfigError,
             "both make the inputs; leave one out",
         ),
@@ -841,7 +943,12 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
         ((resnet, photos), {"num_workers": -1}, ConfigError, "num_workers must be at least 0"),
         ((resnet, photos), {"thumbnails": 9999}, ConfigError, "thumbnails must be 0 to 512"),
         ((resnet, photos), {"precision": "fp16"}, ConfigError, "precision=fp16 needs a GPU"),
-        ((resnet, photos), {"device": "cuda:7"}, ConfigError, "is not on this machine; it has:"),
+        (
+            (resnet, photos),
+            {"device": "cuda:7"},
+            ConfigError,
+            "is not on this machine; choose auto or one of:",
+        ),
         ((resnet, photos), {"layers": "layer9"}, LayerError, "the nearest of its 67 layers"),
         ((resnet, photos), {"layers": []}, LayerError, "layers is empty"),
         ((resnet, photos), {"pooling": "gpa"}, ConfigError, "'gpa' is not known"),
@@ -882,7 +989,7 @@ def test_wrong_arguments_are_said_in_one_line(photos: Path, resnet: Model, tmp_p
         ({"batch_size": True}, "batch_size must be a whole number or null, not true"),
         ({"batch_size": 10**20}, "batch_size must be at least 1"),
         ({"layers": 5}, "layers must be a text or a list of texts, not 5"),
-        ({"bach_size": 5}, "extract: got an unexpected keyword argument 'bach_size'"),
+        ({"bach_size": 5}, "there is no key 'bach_size'; the nearest are batch_size"),
         ({"ids": [1, 2, 3]}, "the ids are not all texts"),
         ({"labels": 5}, "labels is a int; give a list, one a sample"),
         ({"preprocess": Preprocess(8, 8)}, "preprocess= takes pictures, and the data are ndarray"),
@@ -960,6 +1067,8 @@ def test_whatever_decides_the_rows_is_noticed(tmp_path: Path) -> None:
             "the code, the structure or an attribute of the model",
         ),
         (_with(Shifty(), z=torch.ones(2)), x, {}, "the code, the structure or"),
+        (_with(Shifty(), act_=torch.tanh), x, {}, "the code, the structure or"),
+        (_with(Shifty(), steps=[1, {"a": nn.Tanh()}]), x, {}, "the code, the structure or"),
         (Shifty(), other, {}, r"the data has changed since: 1 edited \(x\)"),
         (Shifty(), x[:4], {k: v[:4] for k, v in usual.items()}, r"since: 2 removed \(y, z\);"),
         (Shifty(), x[::-1].copy(), {"ids": list("zyxwvu")}, "the samples are in another order"),
@@ -1055,18 +1164,17 @@ def test_a_model_that_draws_random_numbers_draws_the_same_for_a_batch_when_resum
         def __init__(self) -> None:
             super().__init__()
             self.a = nn.Linear(4, 2)
-            self.fail_at = [-1]
 
         def forward(self, x: Tensor) -> Tensor:
-            self.fail_at[0] -= 1
-            if self.fail_at[0] == 0:
+            PASSES_LEFT[0] -= 1
+            if PASSES_LEFT[0] == 0:
                 raise RuntimeError("stopped")
             return self.a(x + torch.rand_like(x))
 
     x = np.zeros((12, 4), "f4")
     model = Noisy()
     whole = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "a")
-    model.fail_at[0] = 3
+    PASSES_LEFT[0] = 3
     commit_s, store.COMMIT_S = store.COMMIT_S, 0.0
     try:
         with pytest.raises(ModelError, match="RuntimeError: stopped"):

@@ -527,3 +527,41 @@ def test_copies_that_run_at_once_and_scripts_are_refused_in_plain_words() -> Non
         scripted = torch.jit.trace(small(), torch.randn(1, 3, 8, 8))
     with pytest.raises(LayerError, match="is TorchScript"):
         embedx.capture(scripted, "0")
+
+
+class Restless(nn.Module):
+    """Counts its passes in a buffer, replaces another, and goes into train mode by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("latest", torch.zeros(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.train()
+        self.passes += 1
+        self.latest = x
+        return self.norm(self.fc(x))
+
+
+def test_what_a_model_does_to_itself_is_put_back_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Restless().eval()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    generator = torch.get_rng_state()
+    with hooks.undisturbed(model), torch.no_grad():
+        torch.manual_seed(7)
+        model(torch.randn(3, 2))
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert not any(child.training for child in model.modules())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert "restless put itself into train mode while it ran" in caplog.text
+    assert "changed its buffers while it ran: latest, num_batches_tracked, passes" in caplog.text
+    caplog.clear()
+    with hooks.undisturbed(small()):
+        pass
+    assert caplog.text == ""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -24,21 +24,35 @@ from torch import nn
 from torchvision import transforms
 
 import embedx
-from embedx import models, pooling
+from embedx import models, pooling, timm_models
 from embedx.checkpoints import load_checkpoint
 from embedx.errors import ConfigError, DependencyError, ModelError
+from embedx.fingerprints import state_sha256
+from tests.conftest import relative_error
 
 
-def relative_error(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a - b).max() / np.abs(b).max())
+@pytest.fixture
+def cheap_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], None]:
+    """Networks are built without drawing weights, which takes longer than a pass; fills them in."""
+    draw = torch.Tensor.uniform_
+
+    def fill(module: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                draw(parameter, -0.1, 0.1, generator=generator)
+
+    for function in ("normal_", "uniform_", "erfinv_"):
+        monkeypatch.setattr(torch.Tensor, function, lambda tensor, *_, **__: tensor.zero_())
+    return fill
 
 
 @pytest.mark.parametrize(
     ("name", "resize_px", "crop_px"),
     [
         ("efficientnet_lite0", 256, 224),
-        ("efficientnet_lite1", 272, 240),
-        ("efficientnet_lite2", 292, 260),
+        pytest.param("efficientnet_lite1", 272, 240, marks=pytest.mark.slow),
+        pytest.param("efficientnet_lite2", 292, 260, marks=pytest.mark.slow),
     ],
 )
 def test_lite_of_two_photos_equals_the_original_network_written_out(
@@ -101,7 +115,9 @@ def test_lite_of_two_photos_equals_the_original_network_written_out(
         ("swin_t", "avgpool", 768),
     ],
 )
-def test_named_layer_equals_what_enters_the_head(name: str, layer: str, n_features: int) -> None:
+def test_named_layer_equals_what_enters_the_head(
+    name: str, layer: str, n_features: int, cheap_weights: Callable[[nn.Module], None]
+) -> None:
     import yaml
 
     from embedx.configs import conf_dir
@@ -111,6 +127,7 @@ def test_named_layer_equals_what_enters_the_head(name: str, layer: str, n_featur
     assert config["layer"] == layer
     target = {k: v for k, v in config.items() if k != "_target_"}
     model = models.torchvision(**{**target, "weights": None})
+    cheap_weights(model.module)
     x = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     head = find_penultimate(model.module).name
     with torch.inference_mode(), embedx.capture(model.module, [layer, head]) as got:
@@ -122,17 +139,23 @@ def test_named_layer_equals_what_enters_the_head(name: str, layer: str, n_featur
         torch.testing.assert_close(named, got[head], rtol=0, atol=0)
 
 
-def test_the_penultimate_layer_of_every_torchvision_network_is_what_enters_its_classes(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("which", ["families", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("cheap_weights")
+def test_the_penultimate_layer_of_torchvision_networks_is_what_enters_their_classes(
+    which: str,
 ) -> None:
     from torchvision import models as networks
 
     from embedx.hooks import find_penultimate
 
-    for function in ("kaiming_normal_", "kaiming_uniform_", "normal_", "uniform_"):
-        monkeypatch.setattr(nn.init, function, lambda tensor, *_, **__: tensor)
     names = networks.list_models(module=networks)
     assert len(names) >= 80
+    if which == "families":  # the smallest of each
+        sizes = {n: networks.get_model_weights(n).DEFAULT.meta["num_params"] for n in names}
+        by_size = sorted(names, key=lambda n: sizes[n], reverse=True)
+        smallest = {networks.get_model_builder(name).__module__: name for name in by_size}
+        names = sorted(smallest.values())
+        assert {"alexnet", "resnet18", "vit_b_16", "swin_t", "maxvit_t"} < set(names)
     for name in names:
         options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
         # Shapes alone: nothing is computed. RegNets compute their widths, but need no numbers.
@@ -182,13 +205,14 @@ def test_preprocessing_equals_that_of_timm(name: str, crop_mode: str) -> None:
 
     config = resolve_data_config({}, timm.models.get_pretrained_cfg(name).to_dict())
     assert config["crop_mode"] == crop_mode
-    ours = models._timm_preprocess(name, config, None, None)
+    found = timm_models.find_config(name)
+    ours = timm_models.find_preprocess(name, found, input_size=None, resize=None)
     photo = Image.fromarray(load_sample_images().images[0])
     raw = create_transform(**config, is_training=False, normalize=False)(photo)
     assert torch.equal(ours.pixels(photo), raw)
     theirs = create_transform(**config, is_training=False)(photo)[None]
     assert relative_error(ours.normalize(raw[None]).numpy(), theirs.numpy()) < 1e-6
-    assert ("squash" in ours.config()) == (crop_mode == "squash")
+    assert ours.config()["squash"] == (crop_mode == "squash")
 
 
 @pytest.mark.parametrize(
@@ -212,12 +236,16 @@ def test_preprocessing_equals_that_of_timm(name: str, crop_mode: str) -> None:
     ],
 )
 def test_the_penultimate_layer_of_timm_is_what_enters_its_classifier(
-    name: str, layer: str, options: dict[str, int]
+    name: str,
+    layer: str,
+    options: dict[str, int],
+    cheap_weights: Callable[[nn.Module], None],
 ) -> None:
     from embedx.hooks import find_penultimate
 
     model = models.timm(name, weights=None, **options)
     module = model.module
+    cheap_weights(module)
     assert model.layer == f"{layer}:input"
     found = find_penultimate(module).name
     size = model.preprocess.crop_px if model.preprocess else 0
@@ -235,6 +263,7 @@ def test_the_penultimate_layer_of_timm_is_what_enters_its_classifier(
             # A distilled ViT gives the mean of its two tokens here, which no layer takes in;
             # a CrossViT the two branches.
             expected = module.forward_head(features, pre_logits=True).flatten(1)
+            assert expected.std() > 0
             torch.testing.assert_close(named, expected, rtol=0, atol=0)
         # Of a network without a head find_penultimate takes a layer in its last block, of others
         # that are distilled the other head, and LeViT has a norm inside its classifier.
@@ -406,7 +435,7 @@ def test_a_network_of_timm_takes_another_size_of_picture() -> None:
         models.timm("xcit_nano_12_p16_224", weights=None, input_size=30)
 
 
-def test_input_size_changes_the_crop_and_keeps_the_margin() -> None:
+def test_input_size_changes_the_crop_and_keeps_the_proportion_of_the_margin() -> None:
     model = models.torchvision("resnet18", weights=None, input_size=112)
     assert model.preprocess is not None
     assert (model.preprocess.resize_px, model.preprocess.crop_px) == (128, 112)
@@ -423,8 +452,29 @@ def test_input_size_changes_the_crop_and_keeps_the_margin() -> None:
             models.torchvision("vit_b_16", input_size=384)
     with pytest.raises(ConfigError, match="model.resize no less than model.input_size"):
         models.torchvision("resnet18", weights=None, input_size=64, resize=32)
-    with pytest.raises(ConfigError, match="input_size must be at least 1 px, not 0"):
-        models.torchvision("resnet18", weights=None, input_size=0)
+
+
+@pytest.mark.parametrize("sizes", [{"input_size": 0}, {"resize": 0}, {"input_size": -5}])
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(models.torchvision, "vit_b_16"),
+        functools.partial(models.timm, "resnet10t"),
+        functools.partial(models.efficientnet_lite, "efficientnet_lite0"),
+        functools.partial(models.own, nn.Identity),
+    ],
+)
+def test_sizes_that_no_picture_has_are_refused_before_weights_are_looked_for(
+    build: Callable[..., models.Model], sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object, **__: object) -> None:
+        raise AssertionError("weights were looked for")
+
+    monkeypatch.setattr(models, "_from_file", unwanted)
+    monkeypatch.setattr(models.downloads, "from_url", unwanted)
+    monkeypatch.setattr(models.downloads, "from_hub", unwanted)
+    with pytest.raises(ConfigError, match=r"to -?\d+ px and cut to -?\d+: make both at least 1 px"):
+        build(checkpoint="weights.pt" if build.func is models.own else None, **sizes)
 
 
 def test_random_weights_are_seeded_and_said_aloud_and_leave_the_random_state() -> None:
@@ -449,7 +499,7 @@ def test_a_file_in_the_cache_is_used_and_its_real_hash_kept(
     model = models.torchvision("resnet18")
     assert model.weights_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert model.weights == "ResNet18_Weights.IMAGENET1K_V1"
-    assert models.state_sha256(model.module) == models.state_sha256(source)
+    assert state_sha256(model.module) == state_sha256(source)
     assert "is not the file its name promises" in model.notes[0]
 
 
@@ -517,7 +567,7 @@ def test_a_checkpoint_is_taken_out_of_its_wrapping(
     path = tmp_path / "mine.pth"
     torch.save({wrapped: state, "epoch": 3} if wrapped else state, path)
     model = models.torchvision("resnet18", checkpoint=str(path))
-    assert models.state_sha256(model.module) == source.weights_sha256
+    assert state_sha256(model.module) == source.weights_sha256
     assert model.weights == "checkpoint mine.pth"
     assert model.weights_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     beside = (f"{path.name}: passed over epoch, beside the state dict",)
@@ -722,9 +772,13 @@ def test_what_lightning_keeps_beside_the_network_is_passed_over_and_named(
     ],
 )
 def test_the_head_takes_its_size_from_the_checkpoint(
-    tmp_path: Path, build: Callable[..., models.Model], head: str
+    tmp_path: Path,
+    build: Callable[..., models.Model],
+    head: str,
+    cheap_weights: Callable[[nn.Module], None],
 ) -> None:
     plain = build(weights=None)
+    cheap_weights(plain.module)
     state = dict(plain.module.state_dict())
     width = 384
     for key in [k for k in state if k.startswith((f"{head}.", "head."))]:
@@ -814,3 +868,72 @@ def test_a_model_of_ones_own_is_built_from_its_factory_under_the_seed(tmp_path: 
         models.own(make, std=[1, 0, 1])
     with pytest.raises(ConfigError, match="model.mean takes one number a channel, 3, not 1"):
         models.own(make, mean=[0.5])
+
+
+def test_a_key_that_a_factory_has_too_reaches_it_where_it_is_given(tmp_path: Path) -> None:
+    calls = []
+
+    def make_named(depth: int = 1, seed: int = 42, name: str = "x") -> nn.Module:
+        calls.append((depth, seed, name))
+        return make(depth)
+
+    plain = models.own(make_named)
+    assert (plain.name, plain.notes) == ("own", ())
+    given = models.own(make_named, depth=2, seed=0, name="resnet", input_size=8)
+    assert calls == [(1, 42, "x"), (2, 0, "resnet")]
+    assert given.name == "resnet"
+    (note,) = given.notes
+    assert note.endswith("has parameters of these names too, and takes them: name=resnet, seed=0")
+    # The seed is still that of what the factory draws.
+    first, again = (models.own(make_named, seed=7).weights_sha256 for _ in range(2))
+    assert first == again != given.weights_sha256
+
+
+def test_a_checkpoint_in_the_home_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    state = make().state_dict()
+    torch.save(state, tmp_path / "x.pt")
+    model = models.own(make, checkpoint="~/x.pt")
+    assert torch.equal(model.module.state_dict()["1.weight"], state["1.weight"])
+    assert model.weights == "checkpoint x.pt"
+    assert load_checkpoint("~/x.pt").tensors.keys() == state.keys()
+    with pytest.raises(ModelError, match=f"the checkpoint {tmp_path}/no.pt is not there"):
+        models.own(make, checkpoint="~/no.pt")
+
+
+@pytest.mark.parametrize("prefix", ["net.", "classifier.", "a.b.c.", "_orig_mod.module."])
+def test_whatever_one_prefix_all_names_have_is_taken_off(prefix: str, tmp_path: Path) -> None:
+    plain = models.torchvision("mobilenet_v3_small", weights=None, seed=1).module
+    state = {f"{prefix}{key}": value for key, value in plain.state_dict().items()}
+    extra = {f"{prefix}criterion.weight": torch.ones(3), "metric.total": torch.zeros(())}
+    torch.save({"state_dict": state | extra, "lr_schedulers": [], "epoch": 3}, tmp_path / "a.ckpt")
+    torch.save(state, tmp_path / "b.pth")
+    loaded = models.torchvision("mobilenet_v3_small", checkpoint=str(tmp_path / "b.pth")).module
+    for key, value in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    with pytest.raises(ModelError, match=r"unexpected criterion.weight \(3,\)"):
+        models.torchvision("mobilenet_v3_small", checkpoint=str(tmp_path / "a.ckpt"))
+
+
+def test_a_checkpoint_that_holds_itself_or_a_layer_twice_is_one_line(tmp_path: Path) -> None:
+    around: dict[str, object] = {}
+    around["state_dict"] = around
+    torch.save(around, tmp_path / "around.pt")
+    with pytest.raises(ModelError, match="around.pt holds 'state_dict', which is not a named"):
+        load_checkpoint(tmp_path / "around.pt")
+    state = models.torchvision("densenet121", weights=None).module.state_dict()
+    key = "features.denseblock1.denselayer1.norm1.weight"
+    state[key.replace("norm1", "norm.1")] = state[key] + 1
+    torch.save(state, tmp_path / "twice.pt")
+    with pytest.raises(ModelError, match="holds layers twice, as norm.1 and as norm1"):
+        models.torchvision("densenet121", checkpoint=str(tmp_path / "twice.pt"))
+
+
+def test_the_weights_that_a_factory_made_are_said() -> None:
+    (note,) = models.own(torch.nn.Identity).notes
+    assert note == (
+        "the weights are as torch.nn.modules.linear.Identity made them; model.checkpoint=FILE "
+        "loads yours"
+    )

@@ -15,6 +15,9 @@ def test_each_pooling_equals_numpy() -> None:
     np.testing.assert_allclose(
         pooling.gap(maps).numpy(), maps.numpy().mean((2, 3)), rtol=1e-5, atol=1e-6
     )
+    np.testing.assert_allclose(
+        pooling.gap_last(maps).numpy(), maps.numpy().mean((1, 2)), rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_array_equal(pooling.flatten(maps).numpy(), maps.numpy().reshape(2, -1))
     np.testing.assert_array_equal(pooling.cls(tokens).numpy(), tokens.numpy()[:, 0])
     np.testing.assert_allclose(
@@ -56,6 +59,11 @@ def test_auto_refuses_what_could_mean_several_things(shape: tuple[int, ...]) -> 
 def test_a_pooling_refuses_a_shape_it_does_not_mean(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=f"pooling={name} takes .* choose pooling="):
         pooling.POOLINGS[name](torch.zeros(shape))
+
+
+def test_what_may_be_channels_last_is_not_told_to_average_width_and_channels() -> None:
+    with pytest.raises(ShapeError, match="choose pooling=gap_last or pooling=flatten$"):
+        pooling.choose(torch.zeros(2, 7, 7, 768))
 
 
 def test_names_are_one_for_all_or_one_each() -> None:

@@ -1,6 +1,8 @@
 """The stage ``project``: each method against an oracle, and the file it leaves."""
 
+import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,39 +15,10 @@ from embedx import store
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.neighbors import knn_accuracy, nearest_neighbors, trustworthiness
 from embedx.project import METHODS, Result, pca, project, tsne, umap
+from tests.conftest import embeddings_file, projection_file
 
 Array = np.ndarray[Any, Any]
 NONLINEAR = ["tsne", "umap"]
-
-
-def embeddings_file(
-    folder: Path,
-    x: Array,
-    *,
-    failed: tuple[int, ...] = (),
-    labels: Array | None = None,
-    file_id: str = "one",
-    layers: tuple[str, ...] = ("avgpool",),
-) -> Path:
-    """An embeddings file as ``extract`` writes it, the layers all with the same rows."""
-    x = x.astype(np.float32)
-    x[list(failed)] = np.nan
-    fields = [
-        store.embeddings_field(layer, n_features=x.shape[1], dtype=np.dtype("f4"), attrs={})
-        for layer in layers
-    ]
-    writer = store.create(
-        folder / "embeddings.h5",
-        ids=[f"row-{i}" for i in range(len(x))],
-        fields=fields,
-        attrs={"id": file_id, "model": "net", "data": "blobs"},
-        labels=labels,
-        label_names=[] if labels is None else [str(i) for i in range(labels.max() + 1)],
-    )
-    status = np.ones(len(x), np.uint8)
-    status[list(failed)] = store.Status.FAILED
-    writer.append({field.name: x for field in fields}, status=status)
-    return writer.finish()
 
 
 def clusters(n: int = 150, d: int = 10, *, n_clusters: int = 3) -> tuple[Array, Array]:
@@ -301,14 +274,11 @@ def test_no_library_prints_or_warns(
         (tsne, "perplexity", float("inf"), "at least 1"),
         (tsne, "early_exaggeration", 0.0, "at least 1"),
         (tsne, "n_iter", 0, "at least 1"),
-        (tsne, "metric", "euclid", "one of euclidean, cosine"),
         (tsne, "random_state", -1, "0 to 4294967295"),
         (umap, "n_components", 1, "2 to 3"),
         (umap, "n_neighbors", 1, "at least 2"),
-        (umap, "n_neighbors", True, "at least 2"),
         (umap, "min_dist", 1.1, "0 to 1"),
         (umap, "min_dist", -0.1, "0 to 1"),
-        (umap, "metric", "hamming", "one of euclidean, cosine"),
         (umap, "random_state", 2**32, "0 to 4294967295"),
     ],
 )
@@ -326,8 +296,20 @@ def test_unknown_method_parameter_or_layer_is_refused_in_one_line(tmp_path: Path
     path = embeddings_file(tmp_path, clusters(30)[0])
     with pytest.raises(ConfigError, match=r"^projection 'mds' is not known; choose one of: pca, "):
         project(path, method="mds")
-    with pytest.raises(ConfigError, match=r"^projection pca: got an unexpected .* 'perplexity'$"):
-        project(path, method="pca", perplexity=3)
+    with pytest.raises(ConfigError) as caught:
+        project(path, method="umap", n_neighbours=3)
+    assert str(caught.value) == (
+        "there is no key 'projection.n_neighbours'; the nearest are projection.n_neighbors, "
+        "projection.min_dist, projection.n_components"
+    )
+    with pytest.raises(ConfigError) as caught:
+        project(path, method="tsne", metric="hamming")
+    assert str(caught.value) == (
+        "projection.metric must be one of euclidean, cosine, not 'hamming'; the nearest is cosine"
+    )
+    with pytest.raises(ConfigError) as caught:
+        project(path, method="umap", n_neighbors=True)
+    assert str(caught.value) == "projection.n_neighbors must be a whole number, not true"
     with pytest.raises(StoreError, match=r"has no layer 'fc'; it holds avgpool$"):
         project(path, method="pca", layer="fc")
 
@@ -360,7 +342,7 @@ def test_second_time_nothing_is_done(
 def test_other_parameter_goes_to_another_file_and_a_default_written_out_does_not(
     tmp_path: Path,
 ) -> None:
-    path = embeddings_file(tmp_path, clusters(30)[0], layers=("avgpool", "fc"))
+    path = embeddings_file(tmp_path, dict.fromkeys(["avgpool", "fc"], clusters(30)[0]))
     first = project(path, method="umap")
     same = [
         {"n_neighbors": 15},
@@ -395,7 +377,7 @@ def test_failed_rows_are_nan_and_take_no_part(tmp_path: Path) -> None:
         assert done.coords.shape[0] == 90
         assert np.isnan(done.coords[list(failed)]).all()
         assert np.array_equal(done.coords[kept], project(rest, method=method).coords)
-        assert done.ids == [f"row-{i}" for i in range(90)]
+        assert done.ids == [f"row-{i:04d}" for i in range(90)]
         assert accuracy(done.coords[kept], labels[kept]) > 0.95
 
 
@@ -413,7 +395,7 @@ def test_rows_that_are_not_finite_are_left_out_whatever_their_status(tmp_path: P
 
 def test_file_says_where_it_comes_from_and_how_it_was_made(tmp_path: Path) -> None:
     x, _ = clusters(60)
-    done = project(embeddings_file(tmp_path, x, file_id="f00d"), method="umap", n_neighbors=10)
+    done = project(embeddings_file(tmp_path, x, id="f00d"), method="umap", n_neighbors=10)
     expected = {
         "parent": "f00d",
         "model": "net",
@@ -445,11 +427,11 @@ def test_state_of_a_pca_is_in_the_file_and_places_rows(tmp_path: Path) -> None:
 
 def test_projection_of_other_embeddings_is_refused_until_overwritten(tmp_path: Path) -> None:
     x, _ = clusters(30)
-    path = embeddings_file(tmp_path, x, file_id="first")
+    path = embeddings_file(tmp_path, x, id="first")
     stale = project(path, method="pca")
     before = stale.path.read_bytes()
     path.unlink()
-    embeddings_file(tmp_path, x + np.arange(10), file_id="second")
+    embeddings_file(tmp_path, x + np.arange(10), id="second")
     with pytest.raises(StoreError) as caught:
         project(path, method="pca")
     assert "first" in str(caught.value)
@@ -469,6 +451,47 @@ def test_damaged_projection_is_refused_in_one_line_until_overwritten(tmp_path: P
     assert len(str(caught.value).splitlines()) == 1
     project(path, method="pca", overwrite=True)
     assert done.path.read_bytes() == whole
+
+
+def test_maps_beside_a_run_are_listed_without_reading_them_and_the_damaged_ones_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    good = [project(path, method="pca", n_components=m) for m in (1, 2)]
+    broken = project(path, method="pca", n_components=3)
+    broken.path.write_bytes(broken.path.read_bytes()[:3000])
+    (tmp_path / "projections" / "note-1.h5").write_text("text")
+    projection_file(path, "pca-other", clusters(30)[0], parent="other")
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("read a map for its name")
+
+    monkeypatch.setattr(store, "open_projection", fail)
+    about = store.describe(tmp_path)
+    assert about["projections"] == sorted(done.name for done in good)
+    first, second = about["damaged projections"]
+    assert first.startswith("note-1 (")
+    assert first.endswith("note-1.h5 is not an HDF5 file; name a file that embedx wrote)")
+    assert second.startswith(f"{broken.name} (")
+    assert [m for m in caplog.messages if "passed over" in m] == [
+        f"{tmp_path / 'projections' / 'pca-other.h5'} was made of other embeddings: passed over"
+    ]
+
+
+def test_chosen_maps_come_in_the_order_they_were_chosen_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = store.open(embeddings_file(tmp_path, clusters(30)[0]))
+    first, second, third = (
+        project(opened, method="pca", n_components=m, out=tmp_path / folder)
+        for m, folder in ((1, "elsewhere"), (2, "projections"), (3, "projections"))
+    )
+    monkeypatch.chdir(tmp_path)
+    chosen = [third.name, f"elsewhere/{first.path.name}", "pca", str(first.path)]
+    found = store.projections_of(opened, chosen)
+    assert [done.name for done in found] == [third.name, first.name, second.name]
+    everything = [done.name for done in store.projections_of(opened)]
+    assert everything == sorted([second.name, third.name])
 
 
 def test_unfinished_or_missing_embeddings_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -512,7 +535,7 @@ def test_function_of_ones_own_is_a_method(tmp_path: Path) -> None:
     assert done.state["factor"].tolist() == [0.5]
     assert project(path, method=halves, note="mine", factor=0.5).path == done.path
     assert project(path, method=halves, note="mine", factor=2).path != done.path
-    with pytest.raises(ConfigError, match="projection halves: got an unexpected"):
+    with pytest.raises(ConfigError, match=r"no key 'projection.facto'; .* projection.factor"):
         project(path, method=halves, facto=2)
 
 
@@ -555,20 +578,127 @@ def test_function_cannot_overwrite_what_the_file_says_of_its_origin(tmp_path: Pa
 @pytest.mark.parametrize(
     ("gives", "what"),
     [
-        (lambda x: x[:, :2], "ndarray"),
-        (lambda x: None, "NoneType"),
-        (lambda x: Result(x[:-1]), r"coords \(29, 10\)"),
-        (lambda x: Result(x[:, 0]), r"coords \(30,\)"),
-        (lambda x: Result(x.tolist()), "Result|list|coords"),
+        (lambda x: x[:, :2], "a ndarray"),
+        (lambda x: None, "a NoneType"),
+        (lambda x: Result(x[:-1]), "coords (29, 10)"),
+        (lambda x: Result(x[:, 0]), "coords (30,)"),
+        (lambda x: Result(x[:, :0]), "coords (30, 0)"),
+        (lambda x: Result(x.tolist()), "coords that are a list"),
+        (lambda x: Result(x.astype(str)), "coords of type <U32"),
+        (lambda x: Result(x + 1j), "coords of type complex64"),
     ],
 )
 def test_function_that_gives_no_coordinates_is_refused_in_one_line(
     tmp_path: Path, gives: Callable[..., Any], what: str
 ) -> None:
     path = embeddings_file(tmp_path, clusters(30)[0])
-    with pytest.raises(DataError, match=rf"must give a Result with coords \(30, m\).*{what}"):
+    with pytest.raises(DataError) as caught:
         project(path, method=gives)
+    assert str(caught.value) == (
+        "projection <lambda> must give a Result with coords, an array of numbers (30, m), and it "
+        f"gave {what}"
+    ).replace("<lambda>", "_lambda_")
     assert not (tmp_path / "projections").exists()
+
+
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        (
+            {"used": {"weights": np.ones(3)}},
+            r"used\['weights'\], a ndarray array\(\[1., 1., 1.\]\), ",
+        ),
+        (
+            {"state": {"names": np.array(["a", "b"])}},
+            r"state\['names'\], a ndarray .*no array of nu",
+        ),
+    ],
+)
+def test_what_a_file_cannot_hold_of_a_result_is_refused_in_one_line(
+    tmp_path: Path, result: dict[str, Any], what: str
+) -> None:
+    def own(x: Array) -> Result:
+        return Result(x[:, :2], **result)
+
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    with pytest.raises(DataError, match=rf"^projection own gave {what}") as caught:
+        project(path, method=own)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "projections").exists()
+
+
+class Never(AssertionError):
+    pass
+
+
+def never(x: Array, **parameters: Any) -> Result:
+    raise Never
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.ones(5000), [np.ones(2)], {1, 2}, {(1, 2): 3}, {1: 2, "a": 3}, Path("a"), never, 1j, b"a"],
+)
+def test_a_parameter_that_a_file_cannot_keep_is_refused_before_the_work(
+    tmp_path: Path, value: Any
+) -> None:
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    with pytest.raises(ConfigError) as caught:
+        project(path, method=never, weights=value)
+    assert re.fullmatch(
+        r"projection\.weights must be a number, a text, or a list or mapping of them, for the file "
+        rf"of the map keeps it, not a {type(value).__name__} .*",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ["a\0b", "\udc80", 2**64, -(2**70), "x" * 200_000, list(range(50_000)), "", None, [[]]]
+)
+def test_a_parameter_of_any_plain_value_is_kept_and_tells_maps_apart(
+    tmp_path: Path, value: Any
+) -> None:
+    def own(x: Array, *, k: Any) -> Result:
+        return Result(x[:, :2])
+
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    done = project(path, method=own, k=value)
+    assert json.loads(done.attrs["settings"])["k"] == value
+    assert project(path, method=own, k=value).path == done.path
+    assert project(path, method=own, k=[value, 1]).path != done.path
+
+
+@pytest.mark.parametrize("name", ["embeddings", "method", "layer", "out", "overwrite", "function"])
+def test_a_parameter_by_the_name_of_one_of_project_is_refused_in_one_line(
+    tmp_path: Path, name: str
+) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def own(x, *, {name}=1): raise AssertionError", scope)
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    with pytest.raises(ConfigError) as caught:
+        project(path, method=scope["own"])
+    assert re.fullmatch(
+        rf"projection\.{name} cannot be passed on: project has '{name}' for itself; give that "
+        r"parameter of .*own another name",
+        str(caught.value),
+    )
+
+
+def test_a_parameter_may_have_the_name_of_an_attribute_of_the_file(tmp_path: Path) -> None:
+    def own(x: Array, *, format: str, version: int, file: str) -> Result:
+        return Result(x[:, :2])
+
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    done = project(path, method=own, format="f", version=7, file="elsewhere")
+    kept = json.loads(store.open_projection(done.path).attrs["settings"])
+    assert (kept["format"], kept["version"]) == ("f", 7)
+    assert store.describe(done.path)["file"] == str(done.path)
+
+
+def test_a_method_that_python_cannot_look_into_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    with pytest.raises(ConfigError, match=r"dict does not say which arguments it takes; wrap it"):
+        project(path, method=dict)
 
 
 def test_run_can_be_moved_and_is_still_recognised(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The files: rows read back as written, whatever stops the writer; foreign files are refused."""
 
 import errno
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from embedx import store
 from embedx.errors import StoreError
 from embedx.store import DiskIO, Field, Status
+from tests.conftest import sha256
 
 N_ROWS = 23
 WIDTH = 5
@@ -58,10 +58,6 @@ def append(writer: store.Writer, start: int, stop: int, bad: frozenset[int] = fr
     status = [Status.FAILED if i in bad else Status.OK for i in range(start, stop)]
     reasons = {i: (f"id {i}", "broken") for i in range(start, stop) if i in bad}
     writer.append(rows, status=np.array(status), reasons=reasons)
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def finished(path: Path) -> Path:

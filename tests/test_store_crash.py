@@ -34,6 +34,7 @@ import pytest
 from embedx import store
 from embedx.errors import InUseError, StoreError
 from embedx.store import DiskIO, Field, Status
+from tests.conftest import sha256
 
 N_ROWS = 60
 BATCH = 7
@@ -157,10 +158,6 @@ def check_message(error: StoreError, *words: str) -> None:
     """One line, with one of these in it."""
     assert "\n" not in str(error)
     assert any(word in str(error) for word in words), str(error)
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class QuietDisk(DiskIO):

@@ -14,6 +14,7 @@ from PIL import Image
 from embedx import store
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.view import OTHER, PALETTE, PALETTE_BESIDE_OTHER, view
+from tests.conftest import embeddings_file, projection_file
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex, to_rgb
@@ -34,29 +35,20 @@ def make_run(
 ) -> Path:
     """A finished run with a projection of each method in ``coords``."""
     n = len(next(iter(coords.values())))
-    ids = [f"row-{i}" for i in range(n)]
-    field = store.embeddings_field("avgpool", n_features=2, dtype=np.dtype("f4"), attrs={})
-    if labels is not None and names is None:
-        names = [f"class {i}" for i in range(max(labels) + 1)]
-    writer = store.create(
-        folder / "embeddings.h5",
-        ids=ids,
-        fields=[field],
-        attrs={"id": "one", "model": "net", "data": "blobs", **about},
-        labels=None if labels is None else np.array(labels, np.int32),
-        label_names=names or [],
+    path = embeddings_file(
+        folder,
+        np.zeros((n, 2)),
+        labels=labels,
+        label_names=names,
         metadata=metadata,
+        failed=failed,
+        **about,
     )
-    status = np.ones(n, np.uint8)
-    status[list(failed)] = store.Status.FAILED
-    writer.append({field.name: np.zeros((n, 2), np.float32)}, status=status)
     for number, (method, given) in enumerate(coords.items()):
         xy = np.array(given, dtype=np.float32)
         xy[list(failed)] = np.nan
-        attrs = {"id": "x", "parent": "one", "method": method, "layer": "avgpool"}
-        path = folder / "projections" / f"{method}-{number:06d}.h5"
-        store.write_projection(path, coords=xy, ids=ids, attrs={**attrs, "trustworthiness": 0.9})
-    return writer.finish()
+        projection_file(path, f"{method}-{number:06d}", xy, method=method, trustworthiness=0.9)
+    return path
 
 
 def blobs(n: int, n_classes: int, *, m: int = 2) -> tuple[Array, list[int]]:
@@ -264,7 +256,7 @@ def test_legend_counts_as_people_do(tmp_path: Path) -> None:
     xy, labels = blobs(90, 9)
     figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels, names=names))
     shown = list(legend(figure))
-    assert shown == ["007", "7", "9", "10", "9" * 31 + "…", "a", "B", "img 3", "img 12"]
+    assert shown == ["007", "7", "9", "10", "9" * 29 + "...", "a", "B", "img 3", "img 12"]
 
 
 def test_names_of_classes_stand_on_their_points_and_not_on_each_other(tmp_path: Path) -> None:
@@ -336,11 +328,11 @@ def test_any_label_is_drawn_without_error_or_warning(
 def test_dollar_signs_are_shown_as_they_are_and_not_as_mathematics() -> None:
     from matplotlib.cbook import is_math_text
 
-    from embedx.view import _legible
+    from embedx.view import _as_label
 
     assert is_math_text("$x^2$")
     for name in WEIRD:
-        text = _legible(name)
+        text = _as_label(name)
         assert not is_math_text(text)
         plain = text.replace(r"\$", "$").removeprefix("\u200b")
         assert plain[:20] == " ".join(name.split())[:20]
@@ -483,7 +475,7 @@ def test_missing_or_stale_projection_is_refused_in_one_line(tmp_path: Path) -> N
     with pytest.raises(DataError) as caught:
         view(path)
     assert str(caught.value) == (
-        f"{path} has no projection yet; make one with: python -m embedx project"
+        f"{path} has no projection yet; make one with: python -m embedx project embeddings={path}"
     )
     with pytest.raises(StoreError, match="make it with: python -m embedx extract"):
         view(tmp_path / "nowhere")
@@ -552,7 +544,9 @@ def _exported(folder: Path) -> Path:
 def test_tensorboard_without_an_export_is_refused(tmp_path: Path) -> None:
     xy, labels = blobs(30, 3)
     path = make_run(tmp_path, {"umap": xy}, labels=labels)
-    with pytest.raises(DataError, match=r"there is no export in .*: python -m embedx export$"):
+    with pytest.raises(
+        DataError, match=r"there is no export in .*: python -m embedx export embeddings=.*"
+    ):
         view(path, viewer="tensorboard")
 
 

@@ -1,0 +1,106 @@
+"""Batch normalization folded into the convolution before it, while a network only runs forward."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from embedx.hooks import Point
+
+# Packages whose networks are functions of their input: they keep nothing between layers or passes.
+_KNOWN = ("torch.nn.", "torchvision.", "timm.", "efficientnet_lite_pytorch.")
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether all code of a network is of libraries whose networks keep nothing, and has no hooks.
+
+    Such a network may be traced, stopped in the middle of a pass, and given its input in another
+    memory layout.
+    """
+    return all(
+        f"{type(child).__module__}.".startswith(_KNOWN)
+        and not child._forward_hooks
+        and not child._forward_pre_hooks
+        for child in module.modules()
+    )
+
+
+@contextlib.contextmanager
+def folded(module: nn.Module, points: Sequence[Point]) -> Iterator[int]:
+    """Run a network in eval mode with one layer less for each pair that nobody looks between.
+
+    A convolution whose output goes into a batch normalization and nowhere else takes over its
+    scale and shift; the normalization passes on what it gets. What the network gives changes by
+    rounding alone. Afterwards every module is back in its place.
+
+    Args:
+        module: The network, in eval mode, of which :func:`is_known` is true: tracing runs its code
+            on stand-ins for tensors.
+        points: What will be captured: no pair is folded that lies across one of them.
+
+    Yields:
+        How many pairs were folded.
+
+    References:
+        Jacob et al. 2018, arXiv:1712.05877, section 3.2.
+    """
+    modules = dict(module.named_modules())
+    with contextlib.ExitStack() as stack:
+        pairs = [pair for pair in _pairs(module) if not _is_seen(pair, points)]
+        for conv_name, norm_name in pairs:
+            conv, norm = modules[conv_name], modules[norm_name]
+            fused = fuse_conv_bn_eval(conv, norm)
+            fused.to(memory_format=torch.channels_last)
+            for name, replacement in ((conv_name, fused), (norm_name, nn.Identity())):
+                parent_name, _, own_name = name.rpartition(".")
+                parent = modules[parent_name]
+                stack.callback(setattr, parent, own_name, getattr(parent, own_name))
+                setattr(parent, own_name, replacement)
+        yield len(pairs)
+
+
+def _pairs(module: nn.Module) -> list[tuple[str, str]]:
+    """Names of convolutions and the normalizations that alone take what they give."""
+    if not any(type(child) is nn.BatchNorm2d for child in module.modules()):
+        return []
+    try:
+        graph = fx.Tracer().trace(module)
+    except Exception:  # what depends on values of tensors cannot be traced, and runs as it is
+        return []
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    targets = [str(node.target) for node in calls]
+    pairs = []
+    for node in calls:
+        before = node.args[0] if node.args else None
+        if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
+            continue
+        pair = str(before.target), str(node.target)
+        if all(targets.count(name) == 1 for name in pair) and _is_foldable(
+            module.get_submodule(pair[0]), module.get_submodule(pair[1])
+        ):
+            pairs.append(pair)
+    return pairs
+
+
+def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
+    return (
+        type(conv) is nn.Conv2d
+        and type(norm) is nn.BatchNorm2d
+        and norm.running_mean is not None
+        and not conv.training
+        and not norm.training
+        and conv.weight.dtype == norm.running_mean.dtype
+        and not hasattr(conv, "parametrizations")
+        and not hasattr(norm, "parametrizations")
+    )
+
+
+def _is_seen(pair: tuple[str, str], points: Sequence[Point]) -> bool:
+    """Whether a point shows what lies between the two, itself or as the edge of a block."""
+    for point in points:
+        conv_inside, norm_inside = (f"{name}.".startswith(f"{point.layer}.") for name in pair)
+        if conv_inside != norm_inside and (point.what == "output") == conv_inside:
+            return True
+    return False

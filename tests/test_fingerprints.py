@@ -1,0 +1,228 @@
+"""Fingerprints: whatever changes a row changes them, and nothing else does, in any process."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import embedx
+from embedx.fingerprints import code_sha256, state_sha256
+
+from .conftest import ROOT
+
+
+class Net(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        for key, value in attributes.items():
+            setattr(self, key, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Mode(enum.Enum):
+    A = "a"
+    B = "b"
+
+
+@dataclasses.dataclass
+class Settings:
+    k: int = 3
+    names: set[str] = dataclasses.field(default_factory=lambda: set("abcdef"))
+
+
+class Slotted:
+    __slots__ = ("k",)
+
+    def __init__(self, k: object) -> None:
+        self.k = k
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+
+def scaled(k: float) -> Callable[[Tensor], Tensor]:
+    def scale(x: Tensor) -> Tensor:
+        return x * k
+
+    return scale
+
+
+@functools.lru_cache
+def kept(x: float) -> float:
+    return x
+
+
+def twice(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def thrice(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 3
+
+
+def chain(n: int) -> Settings:
+    first = Settings()
+    for _ in range(n):
+        following = Settings()
+        following.before = first  # type: ignore[attr-defined]
+        first = following
+    return first
+
+
+leaky = functools.partial(functional.leaky_relu, negative_slope=0.1)
+# Each attribute beside another one that gives other rows, or may.
+DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
+    "function": (lambda: functional.relu, lambda: torch.tanh, lambda: functional.gelu),
+    "function of one name": (lambda: functional.max_pool2d, lambda: functional.adaptive_max_pool2d),
+    "operator": (lambda: torch.ops.aten.relu, lambda: torch.ops.aten.tanh, lambda: np.tanh),
+    "lambda": (lambda: lambda x: x + 1, lambda: lambda x: x + 2),
+    "closure": (lambda: scaled(1), lambda: scaled(2), lambda: kept),
+    "bound": (lambda: Slotted(1).scale, lambda: Slotted(2).scale),
+    "partial": (lambda: leaky, lambda: functools.partial(leaky, inplace=True)),
+    "class": (lambda: nn.ReLU, lambda: nn.GELU),
+    "number": (lambda: 1, lambda: 1.0, lambda: True, lambda: "1", lambda: b"1", lambda: None),
+    "list": (lambda: [1, 2], lambda: [2, 1], lambda: (1, 2), lambda: [[1], 2], lambda: [1, [2]]),
+    "functions": (lambda: [functional.relu], lambda: [torch.tanh], lambda: (functional.relu,)),
+    "dict": (lambda: {"a": [1]}, lambda: {"a": [2]}, lambda: {"b": [1]}),
+    "ordered": (
+        lambda: collections.OrderedDict(a=functional.relu),
+        lambda: collections.OrderedDict(a=functional.gelu),
+    ),
+    "set": (lambda: set("abcdef"), lambda: set("abcdeg"), lambda: frozenset("abcdef")),
+    "dtype": (lambda: torch.float16, lambda: torch.float32),
+    "enum": (lambda: Mode.A, lambda: Mode.B),
+    "object": (Settings, lambda: Settings(4), lambda: Settings(names=set("ab")), lambda: chain(1)),
+    "slots": (lambda: Slotted(1), lambda: Slotted(2), lambda: Slotted(Slotted(1))),
+    "array": (lambda: np.arange(10**5), lambda: np.arange(10**5)[::-1], lambda: np.float32(1)),
+    "tensor": (
+        lambda: torch.ones(2),
+        lambda: torch.zeros(2),
+        lambda: torch.ones(2, 1),
+        lambda: torch.ones(2).half(),
+        lambda: torch.ones(2).to_sparse(),
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.full((2,), 1j).conj(),
+    ),
+    "unregistered": (lambda: [nn.ReLU()], lambda: [nn.Tanh()], lambda: [Net()]),
+    "random": (lambda: np.random.default_rng(0), lambda: np.random.default_rng(1)),
+    "pattern": (lambda: re.compile("a"), lambda: re.compile("b")),
+    "logger": (lambda: logging.getLogger("a"), lambda: logging.getLogger("b")),
+    "lock": (threading.Lock,),
+    "deep": (lambda: chain(3000),),
+}
+
+
+def digests() -> dict[str, list[str]]:
+    return {
+        kind: [code_sha256(Net(attribute=make())) for make in makes]
+        for kind, makes in DIFFERENT.items()
+    }
+
+
+def test_whatever_an_attribute_holds_tells_networks_apart() -> None:
+    found = digests()
+    for kind, several in found.items():
+        assert len(set(several)) == len(DIFFERENT[kind]), kind
+    all_ = [digest for several in found.values() for digest in several]
+    assert len(set(all_)) == len(all_)
+    assert code_sha256(Net()) not in all_
+
+
+def test_fingerprints_are_the_same_in_another_process() -> None:
+    code = "import json; from tests.test_fingerprints import digests; print(json.dumps(digests()))"
+    for seed in ("1", "2"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(ended.stdout) == digests()
+
+
+def test_hooks_and_structure_tell_networks_apart_and_those_of_a_capture_do_not() -> None:
+    def hooked(hook: Any) -> nn.Module:
+        net = Net()
+        net.linear.register_forward_hook(hook)
+        return net
+
+    plain = code_sha256(Net())
+    one, two = hooked(twice), hooked(thrice)
+    assert len({plain, code_sha256(one), code_sha256(two)}) == 3
+    assert code_sha256(one) == code_sha256(hooked(twice))
+    assert state_sha256(one) == state_sha256(two)
+    with embedx.capture(watched := Net(), "linear"):
+        assert code_sha256(watched) == plain
+    everywhere = nn.modules.module.register_module_forward_hook(twice)
+    try:
+        assert code_sha256(Net()) != plain
+    finally:
+        everywhere.remove()
+    assert code_sha256(Net()) == plain
+    replaced = Net()
+    replaced.linear.forward = functional.relu
+    assert code_sha256(replaced) != plain
+    relu = nn.ReLU()
+    shared = nn.Sequential(relu, nn.Linear(1, 1), relu)
+    assert code_sha256(shared) != code_sha256(nn.Sequential(relu, nn.Linear(1, 1)))
+    assert code_sha256(shared) == code_sha256(
+        nn.Sequential(again := nn.ReLU(), nn.Linear(1, 1), again)
+    )
+    assert code_sha256(nn.ReLU(), arguments={"act": functional.relu}) != code_sha256(
+        nn.ReLU(), arguments={"act": functional.gelu}
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, torch.fx.symbolic_trace])
+def test_what_torch_made_of_a_network_is_told_apart_by_its_code(
+    make: Callable[[nn.Module], nn.Module],
+) -> None:
+    one, again, other = (
+        make(nn.Sequential(nn.Linear(2, 2), kind())) for kind in (nn.ReLU, nn.ReLU, nn.Tanh)
+    )
+    assert code_sha256(one) == code_sha256(again) != code_sha256(other)
+
+
+def test_what_a_pass_or_a_place_leaves_behind_changes_nothing() -> None:
+    net = Net(cache={}, holder=[])
+    net.holder.append(net)  # around in a circle
+    before = code_sha256(net)
+    net.cache[torch.device("cpu")] = torch.ones(2)
+    net.train()
+    assert code_sha256(net) == before
+    assert code_sha256(Net(where=torch.device("cpu"))) == code_sha256(
+        Net(where=torch.device("cuda"))
+    )
+
+
+def test_code_that_was_typed_at_a_prompt_is_told_apart_without_a_source() -> None:
+    def typed(factor: int) -> nn.Module:
+        names: dict[str, Any] = {"nn": nn, "__name__": "__main__"}
+        text = f"class Net(nn.Module):\n    def forward(self, x):\n        return x * {factor}"
+        exec(text, names)
+        made: nn.Module = names["Net"]()
+        return made
+
+    assert code_sha256(typed(2)) == code_sha256(typed(2)) != code_sha256(typed(3))
