@@ -1,5 +1,6 @@
 """The stage ``extract``: data through a model, what its layers give into ``embeddings.h5``."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -98,8 +99,8 @@ def extract(
         normalize: Scale each row to length 1 (L2).
         batch_size: Samples in a forward pass; the loader's, or 64, where not given.
         num_workers: Processes that read and prepare the data, 0 for none; the loader's, or
-            ``auto``, where not given: none for what lies in memory, else one for every eight
-            processors, and up to eight beside a GPU.
+            ``auto``, where not given: up to eight for files beside a GPU, else none, and files are
+            read by threads.
         device: ``auto`` (cuda, mps, cpu; a live network's own), or one of torch's names.
         precision: Of the arithmetic: ``fp32``, or the faster ``tf32``, ``bf16``, ``fp16``.
         dtype: Of the stored numbers.
@@ -389,11 +390,18 @@ def _not_followed(loader: "torch.utils.data.DataLoader[Any]") -> list[str]:
 
 def _workers_for(source: Source, device: torch.device, *, batch_size: int) -> int:
     """How many processes read, where it is left to us; the rows are the same for any number."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if source.root is None or cpus == 1 or len(source) <= batch_size:
+    # Beside a network on the same processors, a worker only takes turns with it: there the
+    # pictures of a batch are read by threads, and then all processors multiply.
+    if device.type == "cpu" or source.root is None or len(source) <= batch_size:
         return 0
-    # Decoding costs a tenth of what a small network costs on the same processor, or less.
-    return min(cpus - 1, 8) if device.type != "cpu" else max(1, cpus // 8)
+    return max(1, min(_cpus() - 1, 8))
+
+
+def _cpus() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _device(name: str, model: Model, *, is_live: bool) -> torch.device:
@@ -546,6 +554,17 @@ class _Batch:
         return dataclasses.replace(self, inputs=inputs)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A sample as it was read, or the reason why it could not be."""
+
+    prepared: Any
+    is_pixels: bool
+    label: int | None
+    miniature: Array | None
+    reason: str | None = None
+
+
 class _Batches(torch.utils.data.Dataset[_Batch]):
     """Whole batches by number, so that a worker process prepares one at a time."""
 
@@ -556,6 +575,10 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         self._side_px = plan.thumbnails
         self._batch_size = plan.batch_size
         self._first_row = first_row
+        # Pillow decodes beside other threads. In a process of its own a worker has one processor,
+        # and a Dataset of the user's own need not stand two readers at once.
+        is_shared = plan.num_workers == 0 and plan.source.root is not None
+        self._n_threads = _cpus() if is_shared else 1
 
     def __len__(self) -> int:
         return math.ceil((len(self._source) - self._first_row) / self._batch_size)
@@ -576,23 +599,18 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         miniatures: Array | None = None
         labels = np.full(size, -1, np.int32) if self._source.labels_in_items else None
         are_pixels = False
-        for i in range(size):
-            try:
-                item = self._source.read(start + i)
-                if labels is not None:
-                    item, labels[i] = item
-                picture = item if collate is None else sources.picture(item)
-                if self._side_px and isinstance(picture, Image.Image):
-                    if miniatures is None:
-                        shape = (size, self._side_px, self._side_px, 3)
-                        miniatures = np.full(shape, 255, np.uint8)
-                    miniatures[i] = sources.thumbnail(picture, self._side_px)
-                good[i] = self._prepare(item) if collate is None else item
-                are_pixels = collate is None and isinstance(item, Image.Image)
-            except (ConfigError, ShapeError):
-                raise
-            except Exception as error:  # whatever is wrong with one item is that item's alone
-                reasons[i] = _reason(error)
+        for i, item in enumerate(self._items(range(start, start + size))):
+            if item.label is not None and labels is not None:
+                labels[i] = item.label
+            if item.miniature is not None:
+                if miniatures is None:
+                    miniatures = np.full((size, *item.miniature.shape), 255, np.uint8)
+                miniatures[i] = item.miniature
+            if item.reason is not None:
+                reasons[i] = item.reason
+            else:
+                good[i] = item.prepared
+                are_pixels = item.is_pixels
         if not good:
             stacked = None
         elif collate is None:
@@ -602,6 +620,31 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             filler = next(iter(good.values()))
             stacked = self._collate([good.get(i, filler) for i in range(size)], start)
         return _Batch(start, stacked, reasons, miniatures, labels, size, are_pixels)
+
+    def _items(self, rows: range) -> Iterable[_Item]:
+        if self._n_threads == 1:
+            return map(self._item, rows)
+        with concurrent.futures.ThreadPoolExecutor(self._n_threads) as threads:
+            return list(threads.map(self._item, rows))
+
+    def _item(self, row: int) -> _Item:
+        """Read and prepare one sample; whatever is wrong with it is its own fault alone."""
+        collate = self._source.collate
+        label, miniature = None, None
+        try:
+            item = self._source.read(row)
+            if self._source.labels_in_items:
+                item, label = item
+            picture = item if collate is None else sources.picture(item)
+            if self._side_px and isinstance(picture, Image.Image):
+                miniature = sources.thumbnail(picture, self._side_px)
+            prepared = self._prepare(item) if collate is None else item
+            is_pixels = collate is None and isinstance(item, Image.Image)
+            return _Item(prepared, is_pixels, label, miniature)
+        except (ConfigError, ShapeError):
+            raise
+        except Exception as error:
+            return _Item(None, False, label, miniature, _reason(error))
 
     def _prepare(self, item: Any) -> Inputs:
         if isinstance(item, Image.Image):
