@@ -351,7 +351,8 @@ def in_memory(
         items: Shape ``(n, ...)``, or an object with ``__len__`` and ``__getitem__`` whose items
             are inputs, or tuples that begin with the input and the label.
         labels: n labels of any kind that sorts.
-        ids: n unique texts; row numbers where they are not given.
+        ids: n unique texts; where they are not given the paths that an ``ImageFolder`` has, else
+            row numbers.
         collate: Makes of a list of b items a tensor ``(b, ...)``, or a tuple or list that begins
             with one; items are stacked where it is not given.
 
@@ -399,10 +400,10 @@ def in_memory(
         fingerprint, hashes = _hashed_rows(values)
     else:
         fingerprint = _digest(items, sample, collate, labels=seen)
-        note += f"; recognised by {len(sample)} of them"
+        note += f"; whether they changed is seen on {len(sample)} of them"
     return Source(
         name=kind,
-        ids=list(ids) if ids is not None else [str(i) for i in range(n)],
+        ids=list(ids) if ids is not None else _paths(items) or [str(i) for i in range(n)],
         read=_ItemReader(
             items, gives_all=collate is not None, gives_label=bool(seen), n_names=len(names)
         ),
@@ -450,6 +451,18 @@ def _sample(items: Any) -> list[Any]:
         except Exception as error:  # a row that cannot be read fails later, and by itself
             sample.append(error)
     return sample
+
+
+def _paths(items: Any) -> list[str] | None:
+    """The paths of a Dataset of files, as ``ImageFolder`` keeps them, relative to its root."""
+    samples, root = getattr(items, "samples", None), getattr(items, "root", None)
+    if not isinstance(samples, list) or len(samples) != len(items) or not isinstance(root, str):
+        return None
+    paths = [sample[0] if isinstance(sample, tuple) and sample else None for sample in samples]
+    if not all(isinstance(path, str) for path in paths) or len(set(paths)) != len(paths):
+        return None
+    relative = [os.path.relpath(str(path), root).replace(os.sep, "/") for path in paths]
+    return None if any(path.startswith("../") for path in relative) else relative
 
 
 def _counted_through(

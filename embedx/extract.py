@@ -449,6 +449,9 @@ def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source) 
     was, now = there.get(key), identity[key]
     if key in ("rows", "items"):
         difference = f"the data has changed since: {_changes(present, source)}"
+    elif key == "weights_sha256":
+        words = store.Embeddings(present).attrs.get("weights")
+        difference = f"its weights are {_short(words)}, {str(was)[:8]}, and here {str(now)[:8]}"
     elif key == "columns":
         difference = "the ids or labels are others"
     elif key == "code":

@@ -105,6 +105,12 @@ def _classes(
     return max(found) if len(found) == 1 and found != {0} else None
 
 
+def _head(build: Callable[..., nn.Module]) -> set[str]:
+    """What changes its shape with the number of classes."""
+    few, many = (_shapes(build, n) for n in (3, 5))
+    return {key for key, shape in many.items() if few.get(key) != shape}
+
+
 def _shapes(build: Callable[..., nn.Module], n_classes: int) -> dict[str, tuple[int, ...]]:
     try:
         with torch.device("meta"):
@@ -153,6 +159,11 @@ def _finish(
         else:
             with _seeded(seed):
                 n_classes = _classes(build, own, tensors)
+                if own.keys() - tensors.keys() and own.keys() - tensors.keys() <= _head(build):
+                    hint = (
+                        "it has no head; for the layers before it use model=own and a factory that "
+                        "loads the file without one"
+                    )
                 if n_classes is not None:
                     module = build(num_classes=n_classes)
                     notes += (f"{source}: a head of {n_classes} classes, as the checkpoint has",)

@@ -73,9 +73,9 @@ def view(
         viewer: ``map`` draws ``map-<projection>.png`` for each projection and ``maps.png`` with
             all of them; ``tensorboard`` serves the exported projector on 127.0.0.1 until Ctrl-C.
         projections: Names or paths of projections; all of them where not given.
-        color: Column to colour by: ``label``, a metadata column, or ``none``. Of more than ten
-            classes the eight largest have a colour of their own and the others share grey; of
-            more than ten numbers it is a scale.
+        color: Column to colour by: ``label``, a metadata column, ``predicted`` where outputs were
+            saved, or ``none``. Of more than ten classes the eight largest have a colour of their
+            own and the others share grey; of more than ten numbers it is a scale.
         out: Folder for the pictures, or of the export to serve; beside the embeddings where not
             given.
         open: Show the picture or the page on this machine's screen.
@@ -125,10 +125,13 @@ def _values(opened: Embeddings, color: str) -> Sequence[Any] | store.Array | Non
         return None
     if color == "label":
         return opened.label_texts()
-    if color not in opened.metadata:
-        known = ", ".join(["label", "none", *opened.metadata])
+    saved = {name: values for name, values in opened.outputs.items() if values.ndim == 1}
+    columns: dict[str, Any] = {**saved, **opened.metadata}
+    if color not in columns:
+        known = ", ".join(["label", "none", *columns])
         raise ConfigError(f"color={color!r} is no column of {opened.path}; it has: {known}")
-    return opened.metadata[color]
+    column: Sequence[Any] | store.Array = columns[color]
+    return column
 
 
 def _is_scale(values: Sequence[Any] | store.Array) -> bool:
@@ -340,9 +343,16 @@ def _png(figure: "Figure") -> bytes:
     import warnings
 
     data = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         figure.savefig(data, format="png", dpi=DPI, metadata={"Software": "embedx"})
+    missing = [w for w in caught if "missing from font" in str(w.message)]
+    if missing:
+        log.warning(
+            "%s characters of the names are in no font that matplotlib found, and show as boxes; "
+            "install a font that has them",
+            len({str(w.message) for w in missing}),
+        )
     return data.getvalue()
 
 
@@ -356,6 +366,17 @@ def _serve(folder: Path, *, port: int, show: bool) -> None:
         raise DataError(
             f"there is no export in {folder}; make it with: python -m embedx export "
             f"embeddings={folder.parent}"
+        )
+    exported = (folder / "projector_config.pbtxt").stat().st_mtime
+    newer = [
+        p for p in (folder.parent / "projections").glob("*.h5") if p.stat().st_mtime > exported
+    ]
+    if newer:
+        log.warning(
+            "%s maps are newer than the export and not in it; to show them too: python -m embedx "
+            "export embeddings=%s",
+            len(newer),
+            folder.parent,
         )
     if importlib.util.find_spec("tensorboard") is None:
         raise missing_extra("tensorboard", extra="viz", needed_for="viewer=tensorboard")

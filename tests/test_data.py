@@ -789,7 +789,9 @@ def test_whole_numbers_in_the_items_are_labels_that_come_with_them() -> None:
     read = [source.read(i) for i in range(6)]
     assert [label for _, label in read] == [2, 0, 1, 2, 0, -1]
     assert [item.tolist() for item, _ in read] == [[float(i)] * 2 for i in range(6)]
-    assert source.notes == ("_dataset: 6 samples, labels in the items; recognised by 6 of them",)
+    assert source.notes == (
+        "_dataset: 6 samples, labels in the items; whether they changed is seen on 6 of them",
+    )
     assert source.warnings == ()
     named = data.in_memory(_Dataset(items, classes=["a", "b", "c"]))
     assert (named.labels_in_items, list(named.label_names)) == (True, ["a", "b", "c"])
@@ -954,3 +956,11 @@ def test_labels_are_told_apart_as_they_are_given() -> None:
             data.in_memory(items, labels=labels)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="ids is a set"):
         data.in_memory(items, ids={"a", "b", "c"})  # type: ignore[arg-type]
+
+
+def test_the_ids_of_an_image_folder_are_its_paths(photos: Path) -> None:
+    from torchvision.datasets import ImageFolder
+
+    source = data.in_memory(ImageFolder(str(photos)))
+    assert source.ids == data.folder(str(photos)).ids
+    assert list(source.label_names) == ["cat", "dog"]

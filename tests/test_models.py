@@ -937,3 +937,14 @@ def test_the_weights_that_a_factory_made_are_said() -> None:
         "the weights are as torch.nn.modules.linear.Identity made them; model.checkpoint=FILE "
         "loads yours"
     )
+
+
+def test_a_checkpoint_without_a_head_is_told_so(tmp_path: Path) -> None:
+    state = models.torchvision("mobilenet_v3_small", weights=None).module.state_dict()
+    del state["classifier.3.weight"], state["classifier.3.bias"]
+    torch.save(state, tmp_path / "body.pth")
+    message = (
+        r"missing classifier.3.weight .*; it has no head; for the layers before it use model=own"
+    )
+    with pytest.raises(ModelError, match=message):
+        models.torchvision("mobilenet_v3_small", checkpoint=str(tmp_path / "body.pth"))

@@ -597,3 +597,28 @@ def test_tensorboard_that_ends_by_itself_is_told(
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--port") + 1] == "6123"
     assert command[command.index("--logdir") + 1] == str(tmp_path / "projector")
+
+
+def test_names_in_no_font_are_said_and_the_rest_is_drawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    xy, labels = blobs(30, 3)
+    path = make_run(tmp_path, {"umap": xy}, labels=labels, names=["\U000130b8", "b", "c"])
+    assert view(path) is not None
+    assert "characters of the names are in no font that matplotlib found" in caplog.text
+
+
+def test_maps_newer_than_an_export_are_said_before_it_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    xy, labels = blobs(30, 3)
+    path = make_run(tmp_path, {"umap": xy}, labels=labels)
+    export = path.parent / "projector" / "projector_config.pbtxt"
+    export.parent.mkdir()
+    export.write_text("")
+    os.utime(export, (1, 1))
+    with pytest.raises(ConfigError, match="port 0 cannot be used"):
+        view(path, viewer="tensorboard", port=0)
+    assert "1 maps are newer than the export and not in it" in caplog.text
