@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -403,7 +403,7 @@ def in_memory(
         note += f"; whether they changed is seen on {len(sample)} of them"
     return Source(
         name=kind,
-        ids=list(ids) if ids is not None else _paths(items) or [str(i) for i in range(n)],
+        ids=list(ids) if ids is not None else _paths(items) or _RowNumbers(n),
         read=_ItemReader(
             items, gives_all=collate is not None, gives_label=bool(seen), n_names=len(names)
         ),
@@ -451,6 +451,26 @@ def _sample(items: Any) -> list[Any]:
         except Exception as error:  # a row that cannot be read fails later, and by itself
             sample.append(error)
     return sample
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowNumbers(Sequence[str]):
+    """The ids of rows that have no others; as texts in a list they would take 60 bytes each."""
+
+    n: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        found = range(self.n)[index]
+        return str(found) if isinstance(found, int) else [str(i) for i in found]
 
 
 def _paths(items: Any) -> list[str] | None:
