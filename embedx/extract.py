@@ -493,25 +493,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _remove_derived(folder: Path, file_id: str) -> None:
-    """Remove what was made of the embeddings with this id, and nothing that somebody else made."""
-    for file in sorted((folder / "projections").glob("*.h5")):
-        with contextlib.suppress(StoreError):
-            if store.open_projection(file).attrs["parent"] == file_id:
-                file.unlink()
-    scores = folder / "scores.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
-            scores.unlink()
-    for picture in [*folder.glob("map-*.png"), *folder.glob("maps*.png")]:
-        with contextlib.suppress(OSError), picture.open("rb") as opened:
-            if store.PICTURE_MARK in opened.read(4096):
-                picture.unlink()
-    store.remove_export(folder / "projector")
-    with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
-        (folder / "projections").rmdir()
-
-
 # --------------------------------------------------------------------------- the loop
 
 
@@ -885,7 +866,7 @@ def _run(
         # Before the file takes its name: whatever stops us here, the next run comes by again.
         store.replace_file(settings, config.encode())
         if replaced is not None:
-            _remove_derived(path.parent, replaced)
+            store.remove_derived(path.parent, replaced)
         writer.finish()
         if stop.number:  # too late for this file, in time for what would follow
             raise Interrupted(

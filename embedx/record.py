@@ -365,6 +365,10 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
     }
     if "epoch" in metadata:
         metadata = {"sample": [name.rpartition("#")[0] for name in ids], **metadata}
+    replaced = None
+    if path.exists():
+        with contextlib.suppress(StoreError):  # damaged: nothing can be known to be made of it
+            replaced = str(store.open(path).attrs["id"])
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.checksums().tobytes())
@@ -425,6 +429,8 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
                     },
                 )
             before += part.n_rows
+        if replaced is not None:
+            store.remove_derived(path.parent, replaced)
         writer.finish()
     _remove_parts(path)
     opened = store.open(path)

@@ -616,6 +616,25 @@ def remove_export(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def remove_derived(folder: Path, file_id: str) -> None:
+    """Remove what was made of the embeddings with this id, and nothing that somebody else made."""
+    for file in sorted((folder / "projections").glob("*.h5")):
+        with contextlib.suppress(StoreError):
+            if open_projection(file).attrs["parent"] == file_id:
+                file.unlink()
+    scores = folder / "scores.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
+            scores.unlink()
+    for picture in [*folder.glob("map-*.png"), *folder.glob("maps*.png")]:
+        with contextlib.suppress(OSError), picture.open("rb") as opened:
+            if PICTURE_MARK in opened.read(4096):
+                picture.unlink()
+    remove_export(folder / "projector")
+    with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
+        (folder / "projections").rmdir()
+
+
 def partial_path(path: Path) -> Path:
     """The name of ``path`` while it is being written."""
     return path.with_name(path.name + ".partial")

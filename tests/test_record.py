@@ -144,9 +144,11 @@ def test_after_an_exception_in_the_loop_the_rows_are_kept_and_can_be_joined(
         embedx.join(tmp_path / "run")
     with pytest.raises(StoreError, match="is there already; choose another out"):
         embedx.record(model, "0", tmp_path / "run")
+    embedx.project(run, method="pca")
     with torch.no_grad(), embedx.record(model, "2", tmp_path / "run", overwrite=True) as recorder:
         model(X[:2])
         recorder.batch()
+    assert not (tmp_path / "run" / "projections").exists()  # it was of the old rows
     assert embedx.open(tmp_path / "run").embeddings["2"].shape == (2, 3)
 
 
