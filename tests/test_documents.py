@@ -208,6 +208,7 @@ def plain(line: str) -> str:
 
 def run_snippet(text: str, names: dict[str, Any], *, title: str) -> None:
     """Run a snippet as a notebook would; a value in a comment is what stands before it."""
+    sys.modules.pop("mynet", None)  # one of another test in this process
     exec(compile(text, title, "exec"), names)
     for match in re.finditer(r"^ *(?P<expression>[^#=\n]+?)  # (?P<value>.+)$", text, re.M):
         try:

@@ -46,6 +46,11 @@ FOLDER = Path("outputs") / "run"
 MAGIC = b"EMBXCMT1"  # of a commit record
 DONE = N_ROWS + 1  # what is reported when finish() returned
 
+# Minutes of more draws and kills, for whoever changes the store.
+EXHAUSTIVE = pytest.mark.skipif(
+    "EMBEDX_EXHAUSTIVE" not in os.environ, reason="EMBEDX_EXHAUSTIVE=1 runs it"
+)
+
 
 @functools.cache
 def fields() -> tuple[Field, ...]:
@@ -520,7 +525,7 @@ def test_a_power_cut_at_any_moment_loses_nothing_that_was_reported(ground: Path,
     assert recorder.n_states > 200
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @pytest.mark.parametrize("job", [*JOBS.values(), *MORE_JOBS.values()], ids=[*JOBS, *MORE_JOBS])
 def test_a_power_cut_at_any_moment_loses_nothing_in_many_more_draws(ground: Path, job: Job) -> None:
     recorder = recorded(ground / "run", job)
@@ -980,7 +985,7 @@ def nursery() -> Iterator[Nursery]:
     [
         ("", 25),
         ("whole", 12),
-        *(pytest.param(o, 300, marks=pytest.mark.slow) for o in ("", "whole")),
+        *(pytest.param(o, 300, marks=EXHAUSTIVE) for o in ("", "whole")),
     ],
 )
 def test_a_writer_killed_at_random_moments_loses_no_reported_row_and_ends_with_the_same_bytes(
