@@ -7,14 +7,14 @@ import re
 import shlex
 import warnings
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from embedx.errors import ModelError, first_line
+from embedx.errors import ModelError, first_line, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +147,6 @@ def _check_tensor(path: Path, key: Any, value: Any) -> None:
         raise ModelError(
             f"{path}: {key} {tuple(value.shape)} declares more values than the file stores"
         )
-
-
-def listed(names: Collection[str], *, most: int = 8) -> str:
-    shown = ", ".join(list(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def without_prefix(

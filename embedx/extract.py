@@ -30,7 +30,7 @@ from embedx import data as sources
 from embedx import fold, hooks, models, store
 from embedx import pooling as pools
 from embedx.checks import checked
-from embedx.configs import public_config
+from embedx.configs import public_config, settings_sha256
 from embedx.data import Source
 from embedx.errors import (
     ConfigError,
@@ -181,7 +181,7 @@ def extract(
         only_pictures=preprocess is not None,
     )
     identity = plan.identity()
-    file_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    file_id = settings_sha256(identity)
     folder = Path(out) if out else Path("outputs") / f"{described.name}-{source.name}-{file_id[:6]}"
     path = folder / store.EMBEDDINGS_NAME
     if source.root is not None and folder.resolve() == source.root.resolve():

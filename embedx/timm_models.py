@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from embedx.checkpoints import listed
-from embedx.errors import ModelError, missing_extra, nearest
+from embedx.errors import ModelError, listed, missing_extra, nearest
 from embedx.preprocess import Preprocess
 
 
