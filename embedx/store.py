@@ -25,6 +25,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -419,8 +420,9 @@ def _bad_rows(row_maps: Sequence[Array], rows: slice) -> list[int]:
 class Writer:
     """Streams rows, in order, into one embeddings file.
 
-    Made by :func:`create` or :func:`resume`; ``rows_done`` says how many rows are durable. After
-    any error from the disk the writer refuses further work: open it again with :func:`resume`.
+    Made by :func:`create` or :func:`resume`; ``rows_done`` says how many rows are durable. Waiting
+    for the disk is left to a thread, one commit at a time. After any error from the disk the
+    writer refuses further work: open it again with :func:`resume`.
 
     Attributes:
         path: The final name; until :meth:`finish` the file is ``<path>.partial``.
@@ -456,6 +458,8 @@ class Writer:
         self._reasons: list[dict[str, Any]] = []
         self._uncommitted_bytes = 0
         self._committed_at = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedx-commit")
+        self._committing: tuple[_Record, Future[None]] | None = None
         self._fd = os.open(partial_path(path), os.O_RDWR)
 
     def append(
@@ -502,11 +506,13 @@ class Writer:
         self._written = stop
         self.n_failed += int((status == Status.FAILED).sum())
         self._uncommitted_bytes += sum(part.nbytes for part in parts)
+        if self._committing and self._committing[1].done():
+            self._settle()
         if (
             self._uncommitted_bytes >= COMMIT_BYTES
             or time.monotonic() - self._committed_at >= COMMIT_S
         ):
-            self.commit()
+            self._begin_commit(_RUNNING)
 
     def commit(self) -> None:
         """Make every appended row durable, then say so in a commit record.
@@ -514,7 +520,8 @@ class Writer:
         Raises:
             StoreError: The disk refused; the rows of earlier commits stand.
         """
-        self._commit(_RUNNING)
+        self._begin_commit(_RUNNING)
+        self._settle()
 
     def finish(self) -> Path:
         """Commit the last rows, mark the file complete and give it its final name.
@@ -527,7 +534,8 @@ class Writer:
         """
         if self._written != self.n_rows:
             raise ValueError(f"{self._written} of {self.n_rows} rows were appended")
-        self._commit(_COMPLETE)
+        self._begin_commit(_COMPLETE)
+        self._settle()
         with self._fatal():
             # Both records now become those of a file written in one go, the newest last, so that
             # an interrupted run ends with the same bytes as one that was not.
@@ -545,6 +553,7 @@ class Writer:
 
     def discard(self) -> None:
         """Take the unfinished file away: it holds nothing worth going on with."""
+        self._thread.shutdown()
         with self._fatal():
             for file in (partial_path(self.path), _running_errors_path(self.path)):
                 file.unlink(missing_ok=True)
@@ -552,6 +561,7 @@ class Writer:
 
     def close(self) -> None:
         """Let go of the file and its lock. Rows after the last commit are not kept."""
+        self._thread.shutdown()  # it may be at work on the file
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -564,20 +574,33 @@ class Writer:
         self._disk.write_all(self._fd, record.pack(), self._offsets["commit"] + record.place)
         self._disk.sync(self._fd)
 
-    def _commit(self, state: int) -> None:
+    def _begin_commit(self, state: int) -> None:
+        self._settle()
         if self._written == self.rows_done and state == _RUNNING:
             return
         record = _Record(self._sequence + 1, self._written, self.rows_done, state, self._run)
         with self._fatal():
-            if self._reasons:
-                _append_reasons(self.path, self._reasons, self._disk)
-            self._disk.sync(self._fd)  # the rows come first: a record must never run ahead of them
-            self._put_record(record)
+            self._committing = record, self._thread.submit(self._commit, record, self._reasons)
         self._reasons = []
-        self._sequence = record.sequence
-        self.rows_done = self._written
         self._uncommitted_bytes = 0
         self._committed_at = time.monotonic()
+
+    def _commit(self, record: _Record, reasons: Sequence[Mapping[str, Any]]) -> None:
+        if reasons:
+            _append_reasons(self.path, reasons, self._disk)
+        self._disk.sync(self._fd)  # the rows come first: a record must never run ahead of them
+        self._put_record(record)
+
+    def _settle(self) -> None:
+        """Wait for the commit that is under way."""
+        if self._committing is None:
+            return
+        record, done = self._committing
+        with self._fatal():
+            done.result()
+        self._committing = None
+        self._sequence = record.sequence
+        self.rows_done = record.rows_done
 
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:

@@ -1,8 +1,13 @@
 """The files: rows read back as written, whatever stops the writer; foreign files are refused."""
 
 import errno
+import hashlib
+import json
 import os
+import struct
+import threading
 import time
+import zlib
 from pathlib import Path
 
 import h5py
@@ -120,20 +125,78 @@ def test_rows_read_back_the_same_however_they_were_batched_committed_and_interru
     assert sha256(one_go.finish()) == sha256(path)
 
 
-def test_a_second_reader_sees_the_same_values(tmp_path: Path) -> None:
-    path = finished(tmp_path / "embeddings.h5")
+def read_by_the_document(path: Path) -> tuple[dict[str, np.ndarray], dict[str, object], int, bool]:
+    """The rows of a file as docs/format.md has it, by nothing but h5py: the second reader.
+
+    Returns:
+        The datasets cut to the rows that count, root attributes, how many rows count, and whether
+        the file is complete.
+    """
     with h5py.File(path) as file:
-        assert file.attrs["format"] == "embedx-embeddings"
-        assert file.attrs["n_rows"] == N_ROWS
-        np.testing.assert_array_equal(
-            file["embeddings/layer%2Fa.b"][()], all_rows()["embeddings/layer%2Fa.b"]
+        attrs = dict(file.attrs)
+        assert (attrs["format"], attrs["version"]) == ("embedx-embeddings", 1)
+        datasets: dict[str, h5py.Dataset] = {}
+        file.visititems(
+            lambda name, node: (
+                datasets.update({name: node}) if isinstance(node, h5py.Dataset) else None
+            )
         )
-        assert file["ids"].asstr()[3] == "ïd 3\n"
-        assert file["label_names"].asstr()[()].tolist() == ["a", "ü"]
-        assert set(file["status"][()]) == {1}
-        for name in ("ids", "status", "row_crc32", "commit", "embeddings/layer%2Fa.b"):
-            assert file[name].chunks is None
-            assert file[name].id.get_offset() % 4096 == 0
+        for dataset in datasets.values():
+            assert dataset.chunks is None
+            assert dataset.compression is None
+            assert dataset.id.get_offset() % 4096 == 0
+        run = hashlib.sha256(attrs["id"].encode()).digest()[:16]
+        newest = (0, 0, 0)
+        for page in datasets["commit"][()]:
+            magic, sequence, done, before, state, of, crc = struct.unpack_from(
+                "<8sQQQI16sI", page.tobytes()
+            )
+            is_whole = zlib.crc32(page.tobytes()[:52]) == crc
+            if magic == b"EMBXCMT1" and is_whole and of == run and before <= done:
+                newest = max(newest, (sequence, done, state))
+        _, n_done, state = newest
+        rows = {
+            name: dataset[()] if name in ("commit", "label_names") else dataset[:n_done]
+            for name, dataset in datasets.items()
+        }
+    streamed = [rows[name] for name in json.loads(attrs["row_fields"])]
+    for row in range(n_done):
+        crc = zlib.crc32(rows["status"][row].tobytes())
+        for values in streamed:
+            crc = zlib.crc32(values[row].tobytes(), crc)
+        assert crc == rows["row_crc32"][row]
+    return rows, attrs, n_done, state == 2
+
+
+@pytest.mark.parametrize("n_done", [9, N_ROWS])
+def test_a_second_reader_that_has_the_document_alone_sees_the_same_rows(
+    tmp_path: Path, n_done: int
+) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 4)
+    writer.commit()
+    append(writer, 4, n_done, bad=frozenset({7}))
+    writer.commit()
+    if n_done == N_ROWS:
+        writer.finish()
+    else:
+        append(writer, n_done, N_ROWS)  # not committed: it does not count
+        writer.close()
+        path = store.partial_path(path)
+    rows, attrs, counted, complete = read_by_the_document(path)
+    assert (counted, complete, attrs["n_rows"]) == (n_done, n_done == N_ROWS, N_ROWS)
+    for name, values in all_rows().items():
+        np.testing.assert_array_equal(rows[name], values[:n_done])
+    assert [text.decode() for text in rows["ids"]] == [f"ïd {i}\n" for i in range(n_done)]
+    assert [text.decode() for text in rows["label_names"]] == ["a", "ü"]
+    assert rows["labels"].tolist() == [i % 3 - 1 for i in range(n_done)]
+    assert np.flatnonzero(rows["status"] == 2).tolist() == [7]
+    assert set(rows) == {
+        *("ids", "status", "row_crc32", "commit", "labels", "label_names"),
+        *("embeddings/layer%2Fa.b", "outputs/predicted", "thumbnails"),
+        *("metadata/size", "metadata/note"),
+    }
 
 
 def test_rows_after_the_last_commit_are_not_claimed(tmp_path: Path) -> None:
@@ -574,3 +637,47 @@ def test_without_the_calls_that_linux_alone_has_the_bytes_are_the_same(
     writer.commit()
     append(writer, 7, N_ROWS)
     assert sha256(writer.finish()) == wanted
+
+
+class _SlowDisk(DiskIO):
+    """A disk whose second sync of rows takes until it is told to go on, or fails."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.fails = False
+        self.is_slow = False
+
+    def sync(self, fd: int) -> None:
+        if self.is_slow:
+            assert self.go_on.wait(10)
+            if self.fails:
+                raise OSError(errno.EIO, "the medium is gone")
+        super().sync(fd)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_go_on_while_the_disk_is_slow_and_count_once_it_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    path = tmp_path / "embeddings.h5"
+    disk = _SlowDisk()
+    writer = create(path, disk)
+    disk.is_slow, disk.fails = True, fails
+    monkeypatch.setattr(store, "COMMIT_S", 0.0)
+    append(writer, 0, 5)  # begins a commit, and does not wait for it
+    monkeypatch.setattr(store, "COMMIT_S", 1e9)
+    append(writer, 5, 9)
+    assert writer.rows_done == 0
+    assert store.Embeddings(store.partial_path(path)).n_rows == 0
+    disk.go_on.set()
+    if not fails:
+        writer.commit()
+        assert writer.rows_done == 9
+        append(writer, 9, N_ROWS)
+        finished(tmp_path / "other" / "embeddings.h5")
+        assert sha256(writer.finish()) == sha256(tmp_path / "other" / "embeddings.h5")
+        return
+    with pytest.raises(StoreError, match=r"the medium is gone; 0 of 23 rows are safe"):
+        writer.commit()
+    with pytest.raises(StoreError, match="closed"):
+        append(writer, 9, 10)
