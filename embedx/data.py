@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
+import random
 import re
 import stat
 import sys
@@ -12,11 +14,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, overload
+from typing import IO, Any, overload
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from embedx.errors import ConfigError, DataError
 
@@ -48,10 +50,15 @@ class Source:
         labels_in_items: Whether ``read`` gives the labels, int32, -1 for none.
         collate: Makes the inputs of a batch, shape ``(b, ...)``, of its items as read; None to
             stack them.
+        draws: Whether ``read`` or ``collate`` draws random numbers (of torch, NumPy or Python, not
+            from a generator of its own): row i is then drawn from seed i, in every run.
         metadata: Further columns of n numbers or texts.
         notes: What was found and what was passed over, for the user.
         warnings: What the user should be told aloud.
         root: The folder that holds the items; None where there is none.
+
+    Raises:
+        DataError: A label that is no index into its names, or a column that a file cannot hold.
     """
 
     name: str
@@ -63,13 +70,47 @@ class Source:
     label_names: Sequence[str] = ()
     labels_in_items: bool = False
     collate: Callable[[list[Any]], Any] | None = None
+    draws: bool = False
     metadata: dict[str, Array | Sequence[str]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     root: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.labels is not None:
+            labels, n_names = np.asarray(self.labels), len(self.label_names)
+            if labels.shape != (len(self),) or labels.dtype.kind not in "iu":
+                raise DataError(
+                    f"the labels of {self.name} have shape {labels.shape} and type {labels.dtype}; "
+                    f"give {len(self)} whole numbers, indices into label_names"
+                )
+            if len(labels) and not (labels.min() >= -1 and labels.max() < n_names):
+                odd = labels[(labels < -1) | (labels >= n_names)][0]
+                raise DataError(
+                    f"the labels of {self.name} hold {odd}, and there are {n_names} label_names; "
+                    "give indices into these, -1 for none"
+                )
+        for name, column in self.metadata.items():
+            _check_column(f"the column {name!r} of {self.name}", column, n=len(self))
+
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def _check_column(what: str, column: Any, *, n: int) -> None:
+    try:
+        values = np.asarray(column)
+    except ValueError:  # lists of several lengths
+        values = np.empty((0, 0))
+    if values.shape != (n,):
+        raise DataError(f"{what} has shape {values.shape}; give one number or text a sample: {n}")
+    is_texts = values.dtype.kind in "UO" and all(isinstance(value, str) for value in column)
+    # Texts beside numbers become texts in NumPy, so that those of a list are looked at.
+    is_mixed = values.dtype.kind == "U" and not is_texts
+    is_number = values.dtype.kind in "biuf" and values.dtype.itemsize <= 8
+    if is_mixed or not (is_texts or is_number):
+        kind = "texts and numbers" if is_mixed else f"type {values.dtype}"
+        raise DataError(f"{what} is of {kind}; give numbers of at most 64 bits, or texts")
 
 
 def _limited(n: int, limit: int | None) -> int:
@@ -81,23 +122,39 @@ def _limited(n: int, limit: int | None) -> int:
 # --------------------------------------------------------------------------- pictures
 
 
+@contextlib.contextmanager
+def whole_pictures() -> Iterator[None]:
+    """Let no half of a picture pass for a whole one, whatever another library asked of Pillow."""
+    before = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
 def decode_image(path: str | os.PathLike[str]) -> Image.Image:
     """Read a picture as upright 8-bit RGB: first frame, EXIF turned, alpha on white.
 
-    Formats are told by content, not by name. 16-bit grey is scaled, not clipped.
+    Formats are told by content, not by name. Grey of 12 and 16 bits is scaled, not clipped.
 
     Args:
         path: A BMP, GIF, JPEG, PNG, PNM, TIFF or WebP file of at most 100 megapixels.
 
     Raises:
         DataError: Of another format, too large, or pixels whose range is not stated (32-bit,
-            float).
+            float) or is lost in reading (a transparent colour of 16 bits).
         OSError: Missing or truncated.
     """
-    with warnings.catch_warnings():
+    with open(path, "rb") as file:
+        return _decoded(file)
+
+
+def _decoded(file: IO[bytes]) -> Image.Image:
+    with warnings.catch_warnings(), whole_pictures():
         warnings.simplefilter("ignore")  # our own cap stands before Pillow's warning
         try:
-            opened = Image.open(path, formats=FORMATS)
+            opened = Image.open(file, formats=FORMATS)
         except Image.DecompressionBombError as error:
             raise DataError(f"{str(error).split(',')[0]}; shrink it") from None
         except UnidentifiedImageError:
@@ -109,22 +166,54 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
                     f"{width}x{height} px is more than {PIXELS_MOST / 1e6:.0f} megapixels; "
                     "shrink it"
                 )
-            opened.load()
             return _upright_rgb(opened)
 
 
 def _upright_rgb(opened: Image.Image) -> Image.Image:
+    transparent = _transparent(opened)
     image = ImageOps.exif_transpose(opened)
     # Pillow widens 16-bit PNM to 32 bits, and its range is still that of 16.
     if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
-        image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
-    elif image.mode in ("I", "F"):
+        values = np.asarray(image)
+        # Of a TIFF, Pillow leaves it to us how many of the 16 bits are used and which end is white.
+        tags: Any = getattr(opened, "tag_v2", {})
+        white = 2 ** tags.get(_TIFF_BITS, (16,))[0] - 1
+        scaled = (values / (white / 255)).round().astype(np.uint8)
+        if tags.get(_TIFF_PHOTOMETRIC) == _TIFF_WHITE_IS_ZERO:
+            scaled = 255 - scaled
+        if transparent is not None:
+            scaled[values == transparent] = ALPHA_ON[0]
+        return Image.fromarray(scaled).convert("RGB")
+    if image.mode in ("I", "F"):
         raise DataError(f"mode {image.mode!r} does not state its range; convert it to 8 or 16 bits")
+    if transparent is not None:
+        image.info["transparency"] = transparent
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, (*ALPHA_ON, 255))
         image = Image.alpha_composite(ground, image)
     return image.convert("RGB")
+
+
+_TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_WHITE_IS_ZERO = 258, 262, 0
+_PNG_WIDENED = {"L;2": 85, "L;4": 17}
+
+
+def _transparent(opened: Image.Image) -> Any:
+    """The transparent value of a picture, which Pillow does not widen as it does the pixels.
+
+    It has to be asked before these are loaded: the depth of the file is forgotten then.
+
+    Raises:
+        DataError: A PNG of 16-bit colours, of which Pillow keeps but 8 bits.
+    """
+    transparent = opened.info.get("transparency")
+    tiles: Any = getattr(opened, "tile", None)
+    if transparent is None or not tiles or opened.format != "PNG":
+        return transparent
+    if tiles[0][3] == "RGB;16B":
+        raise DataError("a transparent colour of 16 bits is not read; convert it to 8 bits")
+    return transparent * _PNG_WIDENED.get(tiles[0][3], 1)
 
 
 def thumbnail(image: Image.Image, side_px: int) -> Array:
@@ -221,7 +310,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     digest = hashlib.sha256()
     hashes = np.empty(n, np.uint64)
     for i, (name, size_bytes, mtime_ns) in enumerate(items):
-        line = f"{name}\0{size_bytes}\0{mtime_ns}\n".encode("utf-8", "backslashreplace")
+        line = _line(name, size_bytes, mtime_ns)
         digest.update(line)
         hashes[i] = _hash(line)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
@@ -233,7 +322,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     return Source(
         name=top.resolve().name or "folder",
         ids=ids,
-        read=_FileReader(str(top), tuple(ids)),
+        read=_FileReader(str(top), tuple(ids), hashes),
         fingerprint=digest.hexdigest(),
         item_hashes=hashes,
         labels=np.array([index.get(c, -1) for c in classes], np.int32) if label_names else None,
@@ -274,13 +363,24 @@ def _searched(expression: re.Pattern[str], ids: Sequence[str]) -> list[str]:
     return labels
 
 
+def _line(name: str, size_bytes: int, mtime_ns: int) -> bytes:
+    return f"{name}\0{size_bytes}\0{mtime_ns}\n".encode("utf-8", "backslashreplace")
+
+
 @dataclasses.dataclass(frozen=True)
 class _FileReader:
     root: str
     ids: tuple[str, ...]
+    hashes: Array
 
     def __call__(self, i: int) -> Image.Image:
-        return decode_image(os.path.join(self.root, *self.ids[i].split("/")))
+        with open(os.path.join(self.root, *self.ids[i].split("/")), "rb") as file:
+            try:
+                return _decoded(file)
+            finally:
+                about = os.fstat(file.fileno())  # the file that was read, though its name be taken
+                if _hash(_line(self.ids[i], about.st_size, about.st_mtime_ns)) != self.hashes[i]:
+                    raise DataError("it was changed after the run had listed it") from None
 
 
 def _counted(passed_over: Counter[str]) -> str:
@@ -339,6 +439,7 @@ def in_memory(
     labels: Sequence[Any] | None = None,
     ids: Sequence[str] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    look: Callable[[Callable[[], "Looked"]], "Looked"] | None = None,
 ) -> Source:
     """An array or tensor of samples, or a map-style ``Dataset``, as a source.
 
@@ -347,19 +448,23 @@ def in_memory(
     ``Subset`` or ``ConcatDataset``, or else whole numbers in the items. An attribute ``classes``
     names them.
 
+    Of a ``Dataset`` 16 items are read, evenly spread: whatever is told of it is seen on these.
+
     Args:
         items: Shape ``(n, ...)``, or an object with ``__len__`` and ``__getitem__`` whose items
             are inputs, or tuples that begin with the input and the label.
-        labels: n labels of any kind that sorts.
+        labels: n labels of any kind that sorts; the empty text is none.
         ids: n unique texts; where they are not given the paths that an ``ImageFolder`` has, else
             row numbers.
         collate: Makes of a list of b items a tensor ``(b, ...)``, or a tuple or list that begins
             with one; items are stacked where it is not given.
+        look: Where the items are read that are looked at, as a function that calls the one it is
+            given: in another process, if others will read the rest; here where it is not given.
 
     Raises:
-        ConfigError: ``collate`` gives something else.
-        DataError: Empty, or without a length, lengths that differ, labels that do not sort, or an
-            id given twice.
+        ConfigError: ``collate`` gives something else, or not in the order of its items.
+        DataError: Empty, or without a length, lengths that differ, labels that do not sort or are
+            not those in the items, or an id given twice.
     """
     _check_usable(items)
     n = len(items)
@@ -367,19 +472,28 @@ def in_memory(
         raise DataError("data is empty; give at least one sample")
     kind = type(items).__name__.lower()
     values = _as_array(items)
-    sample = [] if values is not None else _sample(items)
+    found = _targets(items) if labels is None else None
+    looked = None
+    if values is None:
+        at_it = functools.partial(_look, items, collate, takes_labels=labels is None and not found)
+        looked = look(at_it) if look is not None else at_it()
     classes: Sequence[Any] | None = None
     names: list[str] = []
-    aloud = []
+    aloud = [] if looked is None else _told(looked, kind)
     seen: list[int] | None = None
     if labels is None:
         classes = _classes(items)
-        if (found := _targets(items)) is not None:
+        if found is not None:
             labels, classes = found
-        elif (seen := _labels_in(sample)) is not None:
+            if looked is not None:
+                _require_labels_of_items(labels, looked, kind)
+        elif looked is not None and looked.are_labelled:
+            seen = list(looked.labels.values())
             if classes is not None and max(seen) < len(classes):
                 names = [str(name) for name in classes]
-        elif any(isinstance(raw, tuple) and len(raw) > 1 for raw in sample):
+            if -1 in seen:
+                aloud.append(f"-1 in the items of {kind} is taken for no label")
+        elif looked is not None and looked.are_pairs:
             aloud.append(f"the labels in the items of {kind} are not read; give them as labels=")
     labels, ids = _listed(labels, "labels"), _listed(ids, "ids")
     for what, given in (("labels", labels), ("ids", ids)):
@@ -393,14 +507,19 @@ def in_memory(
     indices: Array | None = None
     if labels is not None:
         indices, names = _counted_through(labels, classes)
+        if "-1" in names and "-1" not in labels:
+            aloud.append(
+                f"-1 among the labels of {kind} is a class of that name; for none give texts, ''"
+            )
     note = f"{kind}: {n:,} samples, "
     note += "labels in the items" if seen else f"{len(names) or 'no'} classes"
     hashes = None
-    if values is not None:
-        fingerprint, hashes = _hashed_rows(values)
+    if looked is not None:
+        fingerprint = looked.fingerprint
+        note += f"; whether they changed is seen on {min(n, _DIGEST_ITEMS)} of them"
     else:
-        fingerprint = _digest(items, sample, collate, labels=seen)
-        note += f"; whether they changed is seen on {len(sample)} of them"
+        assert values is not None
+        fingerprint, hashes = _hashed_rows(values)
     return Source(
         name=kind,
         ids=list(ids) if ids is not None else _paths(items) or _RowNumbers(n),
@@ -409,10 +528,11 @@ def in_memory(
         ),
         fingerprint=fingerprint,
         item_hashes=hashes,
-        labels=indices,
+        labels=indices if names else None,
         label_names=names,
         labels_in_items=bool(seen),
         collate=collate,
+        draws=looked is not None and looked.draws,
         notes=(note,),
         warnings=tuple(aloud),
     )
@@ -433,24 +553,10 @@ def _check_usable(items: Any) -> None:
             f"data is a {kind}; give a folder, an array, a tensor or a Dataset with __len__ and "
             "__getitem__"
         )
+    if hasattr(items, "toarray"):  # of SciPy
+        raise DataError(f"data is a sparse {kind}; give data.toarray()")
     if getattr(items, "shape", None) == ():
         raise DataError("data is a single number; give at least one sample")
-
-
-# What tells a Dataset, where reading all of it would cost a pass.
-_DIGEST_ITEMS = 16
-
-
-def _sample(items: Any) -> list[Any]:
-    """Some items, evenly spread; for one that cannot be read, why."""
-    n = len(items)
-    sample: list[Any] = []
-    for i in sorted({round(j * (n - 1) / (_DIGEST_ITEMS - 1)) for j in range(_DIGEST_ITEMS)}):
-        try:
-            sample.append(items[i])
-        except Exception as error:  # a row that cannot be read fails later, and by itself
-            sample.append(error)
-    return sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -488,7 +594,9 @@ def _paths(items: Any) -> list[str] | None:
 def _counted_through(
     labels: Sequence[Any], classes: Sequence[Any] | None
 ) -> tuple[Array, list[str]]:
-    """Labels as indices ``(n,)`` into their sorted names; numbers may count through ``classes``.
+    """Labels as indices ``(n,)`` into their sorted names, -1 for an empty text.
+
+    Numbers may count through ``classes``.
 
     Python tells them apart, not NumPy, to which 1 and "1", or two large numbers, may be one.
     """
@@ -501,12 +609,15 @@ def _counted_through(
             f"the labels are {'of kind ' + odd if odd else 'texts and numbers'}; give one text or "
             "one number a sample"
         )
-    unique = sorted(set(labels))
+    # Each NaN would be a class of its own.
+    if any(isinstance(label, (float, np.floating)) and np.isnan(label) for label in labels):
+        raise DataError("a label is NaN; give texts, and '' where there is no label")
+    unique = sorted(set(labels) - {""})
     index = {label: i for i, label in enumerate(unique)}
     names = [str(label) for label in unique]
     if classes is not None and set(unique) <= set(range(len(classes))):
         names = [str(classes[int(label)]) for label in unique]
-    return np.array([index[label] for label in labels], np.int32), names
+    return np.array([index.get(label, -1) for label in labels], np.int32), names
 
 
 def _listed(values: Any, what: str) -> list[Any] | None:
@@ -578,22 +689,32 @@ def _joined(
     return texts, None
 
 
-def _labels_in(sample: Sequence[Any]) -> list[int] | None:
-    """The labels in some items, if every one that could be read is a tuple with a label."""
-    readable = [raw for raw in sample if not isinstance(raw, Exception)]
-    try:
-        return [_label(raw) for raw in readable] or None
-    except DataError:
-        return None
+def _require_labels_of_items(labels: Sequence[Any], looked: "Looked", kind: str) -> None:
+    """Refuse labels that a Dataset tells of itself where its items say others.
+
+    Raises:
+        DataError: They differ: it may relabel what it gives, or give other numbers than labels.
+    """
+    for row, label in looked.labels.items():
+        told = labels[row]
+        if isinstance(told, (int, float)) and told != label:
+            raise DataError(
+                f"the label of row {row} of {kind} is {told} by its targets and {label} in its "
+                "item; say which are right with labels=, such as labels=[y for _, y in data]"
+            )
 
 
 def _label(raw: Any, n_names: int = 0) -> int:
-    """The label in an item, a whole number from -1 on that fits into int32.
+    """The label in an item: see :func:`whole_label`."""
+    return whole_label(raw[1] if isinstance(raw, tuple) and len(raw) > 1 else None, n_names=n_names)
+
+
+def whole_label(label: Any, *, n_names: int) -> int:
+    """A label as a whole number from -1 on that fits into int32.
 
     Raises:
-        DataError: There is none, or it has no name although there are ``n_names``.
+        DataError: It is none, or it has no name although there are ``n_names``.
     """
-    label = raw[1] if isinstance(raw, tuple) and len(raw) > 1 else None
     if not isinstance(label, int):
         array = _as_array(label)
         if array is not None and array.size == 1 and array.dtype.kind in "iu":
@@ -627,57 +748,156 @@ def _hashed_rows(values: Array) -> tuple[str, Array]:
     return digest.hexdigest(), np.concatenate(hashes)
 
 
-def _digest(
-    items: Any,
-    sample: Sequence[Any],
-    collate: Callable[[list[Any]], Any] | None,
-    *,
-    labels: Sequence[int] | None,
-) -> str:
-    """Tells a Dataset by some items, as they enter the model, and by the labels in them."""
-    name = f"{type(items).__module__}.{type(items).__qualname__} {len(items)}"
-    digest = hashlib.sha256(name.encode())
-    if labels is not None:
-        digest.update(f"{labels}".encode())
-    for raw in sample:
+# What tells a Dataset, where reading all of it would cost a pass.
+_DIGEST_ITEMS = 16
+_READ_TWICE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Looked:
+    """What some items of a Dataset tell of it.
+
+    Attributes:
+        fingerprint: Hash of them as they enter the model, and of the labels in them if they count.
+        labels: The whole numbers that stand where a label does, by row.
+        are_labelled: Whether each item that could be read has one.
+        are_pairs: Whether some item has anything there.
+        draws: Whether reading or collating draws random numbers.
+        is_unsteady: Whether an item is another when it is read again, all the same.
+    """
+
+    fingerprint: str
+    labels: dict[int, int]
+    are_labelled: bool
+    are_pairs: bool
+    draws: bool
+    is_unsteady: bool
+
+
+def _told(looked: Looked, kind: str) -> list[str]:
+    """What the user should be told aloud."""
+    told = []
+    if looked.is_unsteady:
+        told.append(
+            f"an item of {kind} is another when it is read again: its rows are not the same in "
+            "another run, nor after an interruption"
+        )
+    elif looked.draws:
+        told.append(
+            f"the items of {kind} are drawn at random: row i is drawn from seed i, in every run"
+        )
+    if ImageFile.LOAD_TRUNCATED_IMAGES:
+        told.append(
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set: pictures of which the half is missing "
+            f"pass for whole in {kind}"
+        )
+    return told
+
+
+def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_labels: bool) -> Looked:
+    """Read some items of a Dataset, evenly spread.
+
+    Raises:
+        ConfigError: ``collate`` gives no inputs, or not in the order of its items.
+        DataError: Items change while others are read, and ``collate`` takes several at once.
+    """
+
+    def hashed(make: Callable[[Any], Any], raw: Any) -> bytes:
+        digest = hashlib.sha256()
         try:
-            _update(digest, str(raw) if isinstance(raw, Exception) else _input(raw))
-            if collate is not None and not isinstance(raw, Exception):
-                _update(digest, collated(collate([raw])))
+            _update(digest, str(raw) if isinstance(raw, Exception) else make(raw))
         except ConfigError:
             raise
         except Exception as error:  # a row that cannot be read fails later, and by itself
             _update(digest, str(error))
-    if collate is not None:
-        _require_order_kept(sample, collate)
-    return digest.hexdigest()
+        return digest.digest()
+
+    def read(row: int) -> tuple[Any, bytes, bytes]:
+        seed_random(row)
+        before = _random_states()
+        try:
+            raw = items[row]
+        except Exception as error:
+            raw = error
+        item = entered = hashed(_input, raw)
+        if collate is not None:
+            entered = hashed(lambda raw: collated(collate([raw])), raw)
+        drawn.append(_random_states() != before)
+        return raw, item, entered
+
+    n = len(items)
+    rows = sorted({round(j * (n - 1) / (_DIGEST_ITEMS - 1)) for j in range(_DIGEST_ITEMS)})
+    drawn: list[bool] = []
+    with random_put_back():
+        sample = {row: read(row) for row in rows}
+        good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, Exception)}
+        first = next(iter(good), None)
+        if collate is not None and first is not None:
+            if hashed(_input, good[first]) != sample[first][1]:
+                raise DataError(
+                    f"item {first} of the Dataset changed when others were read, as if it filled "
+                    "one buffer again and again, and the collate_fn takes several at once; let "
+                    "__getitem__ give a copy"
+                )
+            _require_order_kept(list(good.values()), collate)
+        is_unsteady = any(read(row)[1:] != sample[row][1:] for row in list(good)[:_READ_TWICE])
+    labels = {}
+    for row, raw in good.items():
+        with contextlib.suppress(DataError):
+            labels[row] = _label(raw)
+    are_labelled = bool(labels) and len(labels) == len(good)
+    name = f"{type(items).__module__}.{type(items).__qualname__} {n}"
+    digest = hashlib.sha256(name.encode())
+    if takes_labels and are_labelled:
+        digest.update(f"{list(labels.values())}".encode())
+    for _, item, entered in sample.values():
+        digest.update(item + entered)
+    return Looked(
+        fingerprint=digest.hexdigest(),
+        labels=labels,
+        are_labelled=are_labelled,
+        are_pairs=any(isinstance(raw, tuple) and len(raw) > 1 for raw in good.values()),
+        draws=any(drawn),
+        is_unsteady=is_unsteady,
+    )
 
 
-def _require_order_kept(sample: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
-    """Refuse a ``collate_fn`` that sorts its batch, as some do by length: rows would be others'.
+def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+    """Refuse a ``collate_fn`` with an order of its own, as some sort by length.
+
+    Of a batch of one item twice and another once, the slots that are equal are looked at: whatever
+    a batch is padded to, and whatever else the function does, they are those of the one item.
 
     Raises:
-        ConfigError: Two items in either order give the same inputs.
+        ConfigError: Other slots are.
     """
 
-    def hashed(*items: Any) -> bytes | None:
-        digest = hashlib.sha256()
+    def slots(*items: Any) -> list[bytes]:
         try:
-            _update(digest, collated(collate(list(items))))
+            inputs = collated(collate(list(items)))
+            parts = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+            arrays = [array for array in map(_as_array, parts) if array is not None]
+            found = []
+            for i in range(len(items)):
+                digest = hashlib.sha256()
+                for array in arrays:
+                    _update(digest, array[i])
+                found.append(digest.digest())
         except ConfigError:
             raise
         except Exception:  # of odd items it may fail, and then their batch does
-            return None
-        return digest.digest()
+            return []
+        return found
 
-    good = [raw for raw in sample if not isinstance(raw, Exception)]
-    for first, second in itertools.pairwise(good):
-        there, back = hashed(first, second), hashed(second, first)
-        if there is not None and there == back and hashed(first) != hashed(second):
-            raise ConfigError(
-                "the collate_fn of the DataLoader puts the samples of a batch in an order of its "
-                "own, so that rows could not be told whose they are; let it keep their order"
-            )
+    for pair in itertools.pairwise(good):
+        for one, other in (pair, pair[::-1]):
+            first, second, third = slots(one, one, other) or [b""] * 3
+            if first != second and third in (first, second):
+                raise ConfigError(
+                    "the collate_fn of the DataLoader puts the samples of a batch in an order of "
+                    "its own, so that rows could not be told whose they are; let it keep their "
+                    "order"
+                )
 
 
 def _update(digest: "hashlib._Hash", item: Any) -> None:
@@ -709,9 +929,20 @@ def _blocks(values: Array) -> Iterator[Array]:
         yield np.ascontiguousarray(values[start : start + block_rows])
 
 
+def require_unmasked(value: Any) -> None:
+    """Refuse an array whose values are in part masked, which would count as any others.
+
+    Raises:
+        DataError: It is one.
+    """
+    if np.ma.is_masked(value):
+        raise DataError("a masked array has values that do not count; give data.filled(VALUE)")
+
+
 def _as_array(value: Any) -> Array | None:
     """An array or tensor as an array, anything else as None."""
     if isinstance(value, (np.ndarray, np.generic)):
+        require_unmasked(value)
         return np.asarray(value)
     if not hasattr(value, "detach"):  # torch is not imported to ask: tensors have it
         return None
@@ -728,6 +959,49 @@ def _as_array(value: Any) -> Array | None:
     except TypeError:  # bfloat16, which NumPy does not have, fits into float32
         array = tensor.float().numpy()
     return array
+
+
+# --------------------------------------------------------------------------- random numbers
+
+
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
+    """Of each source of random numbers that all code shares: get its state, set it, seed it."""
+    known: list[Any] = [
+        (random.getstate, random.setstate, random.seed),
+        (np.random.get_state, np.random.set_state, np.random.seed),
+    ]
+    torch: Any = sys.modules.get("torch")  # not imported to ask
+    if torch is not None:
+        cpu = torch.default_generator
+        known.append((cpu.get_state, cpu.set_state, cpu.manual_seed))
+    return known
+
+
+def _random_states() -> list[Any]:
+    def plain(state: Any) -> Any:
+        if isinstance(state, tuple):
+            return tuple(map(plain, state))
+        array = _as_array(state)
+        return state if array is None else array.tobytes()
+
+    return [plain(get()) for get, _, _ in _generators()]
+
+
+def seed_random(seed: int) -> None:
+    """Let torch (on the CPU), NumPy and Python draw from a seed below 2**32."""
+    for _, _, put in _generators():
+        put(seed % 2**32)
+
+
+@contextlib.contextmanager
+def random_put_back() -> Iterator[None]:
+    """Leave random numbers as they were."""
+    before = [(put, get()) for get, put, _ in _generators()]
+    try:
+        yield
+    finally:
+        for put, state in before:
+            put(state)
 
 
 # --------------------------------------------------------------------------- items of a Dataset

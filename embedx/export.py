@@ -18,6 +18,7 @@ import numpy as np
 from embedx import store
 from embedx.checks import check_arguments, checked, refuse_taken
 from embedx.errors import ConfigError, DataError, StoreError, missing_extra
+from embedx.matrix import stratified
 from embedx.store import Array, Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -110,7 +111,8 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
             f"{ROWS_MOST:,}",
             f"{len(rows):,}",
         )
-        rows = _stratified(rows, embeddings.labels, ROWS_MOST)
+        labels = None if embeddings.labels is None else embeddings.labels[rows]
+        rows = rows[stratified(len(rows), ROWS_MOST, labels, seed=0)]
     with np.errstate(over="ignore"):  # what is past the range of float32 is left out below
         points = {
             point: np.asarray(array[rows], dtype=np.float32)
@@ -205,19 +207,6 @@ def _check_ours(folder: Path) -> None:
             f"{folder} holds {min(foreign)}, which is no part of an export; choose another "
             "out=FOLDER"
         )
-
-
-def _stratified(rows: Array, labels: Array | None, most: int, *, seed: int = 0) -> Array:
-    """``most`` of ``rows``, of each label its share and at least one, in order."""
-    rng = np.random.default_rng(seed)
-    groups = np.zeros(len(rows), int) if labels is None else labels[rows]
-    shuffled = rng.permutation(len(rows))
-    by_group = shuffled[np.argsort(groups[shuffled], kind="stable")]
-    _, first, size = np.unique(groups[by_group], return_index=True, return_counts=True)
-    # The first of each group comes before the second of any: 0/size, 1/size, 2/size, ...
-    share = (np.arange(len(rows)) - np.repeat(first, size)) / np.repeat(size, size)
-    chosen = np.lexsort((rng.random(len(rows)), share))[:most]
-    return np.sort(rows[by_group[chosen]])
 
 
 # --------------------------------------------------------------------------- tensors

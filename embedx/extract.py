@@ -9,14 +9,16 @@ import logging
 import math
 import os
 import pickle
+import platform
+import random
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import PIL
@@ -37,22 +39,25 @@ from embedx.errors import (
     DataError,
     EmbedxError,
     Interrupted,
-    InUseError,
     LayerError,
+    ModelError,
     ShapeError,
     StoreError,
     first_line,
+    listed,
 )
 from embedx.models import Model, Preprocess
 from embedx.pooling import Function
 from embedx.progress import Progress
 from embedx.rows import Rows, not_finite
 from embedx.store import Array, Embeddings, Field, Status
+from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Inputs = Tensor | dict[str, Tensor]
+T = TypeVar("T")
 if TYPE_CHECKING:
     Network = Model | nn.Module
 else:  # what is given instead of one is told in words of its own, not by the hint
@@ -138,7 +143,7 @@ def extract(
     if not 0 <= thumbnails <= 512:
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
     described = _as_model(model, preprocess=preprocess)
-    source = _as_source(data, labels=labels, ids=ids)
+    source = _as_source(data, labels=labels, ids=ids, num_workers=num_workers)
     if preprocess is not None and source.collate is not None:
         raise ConfigError(
             "preprocess= and the collate_fn of the DataLoader both make the inputs; leave one out"
@@ -147,8 +152,6 @@ def extract(
         log.warning(note)
     for note in source.notes:
         log.info(note)
-    if described.module.training:
-        log.warning("%s is in train mode: it runs in eval mode, and is put back", described.name)
     torch_device = _device(str(device), described, is_live=not isinstance(model, Model))
     if precision == "fp16" and torch_device.type == "cpu":
         raise ConfigError("precision=fp16 needs a GPU, and the device is cpu; use bf16 or fp32")
@@ -187,12 +190,14 @@ def extract(
     if source.root is not None and folder.resolve() == source.root.resolve():
         raise ConfigError(f"out={folder} is the folder of the data; choose another out=FOLDER")
     if not overwrite:
-        if path.exists():
+        partial = store.partial_path(path)
+        if path.exists() and not _is_begun(partial, identity):
             _refuse_another(path, identity, source)
             log.info("%s is complete already with these settings: nothing to do", path)
             return store.open(path)
-        if store.partial_path(path).exists():
-            _refuse_another(store.partial_path(path), identity, source)
+        store.require_no_parts(path)
+        if partial.exists():
+            _refuse_another(partial, identity, source)
     log.info(
         "extracting %s of %s over %s (%s rows) on %s into %s",
         ", ".join(point.name for point in points),
@@ -308,7 +313,10 @@ def _as_model(model: Any, *, preprocess: Preprocess | None) -> Model:
     )
 
 
-def _as_source(data: Any, *, labels: Any, ids: Any) -> Source:
+def _as_source(data: Any, *, labels: Any, ids: Any, num_workers: int | str | None) -> Source:
+    # What a Dataset opens on first use must not be open here when worker processes are forked:
+    # they would read through one file position.
+    look = _in_a_worker if isinstance(num_workers, int) and num_workers else None
     if isinstance(data, Source):
         source = data
     elif isinstance(data, (str, os.PathLike)):
@@ -316,17 +324,46 @@ def _as_source(data: Any, *, labels: Any, ids: Any) -> Source:
     elif isinstance(data, torch.utils.data.DataLoader):
         own_collate = data.collate_fn is not torch.utils.data.default_collate
         source = sources.in_memory(
-            data.dataset, labels=labels, ids=ids, collate=data.collate_fn if own_collate else None
+            data.dataset,
+            labels=labels,
+            ids=ids,
+            collate=data.collate_fn if own_collate else None,
+            look=look,
         )
         return dataclasses.replace(source, warnings=(*source.warnings, *_not_followed(data)))
     else:
         _refuse_iterable(data)
-        return sources.in_memory(data, labels=labels, ids=ids)
+        return sources.in_memory(data, labels=labels, ids=ids, look=look)
     if labels is not None or ids is not None:
         raise ConfigError(
             f"{source.name} has ids and labels of its own; leave labels= and ids= out"
         )
     return source
+
+
+@dataclasses.dataclass(frozen=True)
+class _Once(torch.utils.data.Dataset[sources.Looked | EmbedxError]):
+    look: Callable[[], sources.Looked]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> sources.Looked | EmbedxError:
+        try:
+            return self.look()
+        except EmbedxError as error:  # raised, it would carry a worker's traceback
+            return error
+
+
+def _in_a_worker(look: Callable[[], sources.Looked]) -> sources.Looked:
+    loader = torch.utils.data.DataLoader(
+        _Once(look), batch_size=None, num_workers=1, worker_init_fn=_start_worker
+    )
+    with _workers_said(1), sources.random_put_back():
+        (looked,) = _started(loader)
+    if isinstance(looked, EmbedxError):
+        raise looked
+    return looked
 
 
 def _refuse_iterable(data: Any) -> None:
@@ -385,6 +422,8 @@ def _not_followed(loader: "torch.utils.data.DataLoader[Any]") -> list[str]:
         said.append(f"the DataLoader drops the last {n_last} samples; here they are kept")
     if loader.worker_init_fn is not None:
         said.append("the worker_init_fn of the DataLoader is not called")
+    if loader.multiprocessing_context is not None:
+        said.append("the multiprocessing_context of the DataLoader is not followed")
     return said
 
 
@@ -394,14 +433,7 @@ def _workers_for(source: Source, device: torch.device, *, batch_size: int) -> in
     # pictures of a batch are read by threads, and then all processors multiply.
     if device.type == "cpu" or source.root is None or len(source) <= batch_size:
         return 0
-    return max(1, min(_cpus() - 1, 8))
-
-
-def _cpus() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return max(1, min(n_threads() - 1, 8))
 
 
 def _device(name: str, model: Model, *, is_live: bool) -> torch.device:
@@ -427,8 +459,6 @@ def _device(name: str, model: Model, *, is_live: bool) -> torch.device:
 
 
 def _environment() -> dict[str, Any]:
-    import platform
-
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -436,6 +466,14 @@ def _environment() -> dict[str, Any]:
         "pillow": PIL.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def _is_begun(partial: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether a run that was to overwrite a file with this one was stopped."""
+    with contextlib.suppress(StoreError):  # damaged: the file stays as it is
+        there = store.Embeddings(partial).identity if partial.exists() else {}
+        return all(there.get(key) == value for key, value in identity.items())
+    return False
 
 
 def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source) -> None:
@@ -447,6 +485,9 @@ def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source) 
     late = ["rows", "code", "items", "columns", "revisions"]
     key = min(differing, key=late.__contains__)
     was, now = there.get(key), identity[key]
+    if isinstance(was, dict) and isinstance(now, dict):
+        others = {name for name in was | now if was.get(name) != now.get(name)}
+        was, now = ({k: v for k, v in one.items() if k in others} for one in (was, now))
     if key in ("rows", "items"):
         difference = f"the data has changed since: {_changes(present, source)}"
     elif key == "weights_sha256":
@@ -456,6 +497,11 @@ def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source) 
         difference = "the ids or labels are others"
     elif key == "code":
         difference = "the code, the structure or an attribute of the model is another"
+        made_by = json.loads(store.Embeddings(present).attrs.get("environment", "{}")).get("python")
+        if made_by != (python := platform.python_version()):
+            difference += f" (or the same, compiled by Python {made_by} there and {python} here)"
+    elif key == "pooling_code":
+        difference = "the code of the pooling, or what it holds, is another"
     else:
         difference = f"{key} is {_short(was)} there and {_short(now)} here"
     raise StoreError(
@@ -562,7 +608,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         # Pillow decodes beside other threads. In a process of its own a worker has one processor,
         # and a Dataset of the user's own need not stand two readers at once.
         is_shared = plan.num_workers == 0 and plan.source.root is not None
-        self._n_threads = _cpus() if is_shared else 1
+        self._n_threads = n_threads() if is_shared else 1
 
     def __len__(self) -> int:
         return math.ceil((len(self._source) - self._first_row) / self._batch_size)
@@ -582,7 +628,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         reasons: dict[int, str] = {}
         miniatures: Array | None = None
         labels = np.full(size, -1, np.int32) if self._source.labels_in_items else None
-        are_pixels = False
+        kinds: dict[bool, int] = {}
         for i, item in enumerate(self._items(range(start, start + size))):
             if item.label is not None and labels is not None:
                 labels[i] = item.label
@@ -594,7 +640,12 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 reasons[i] = item.reason
             else:
                 good[i] = item.prepared
-                are_pixels = item.is_pixels
+                kinds[item.is_pixels] = start + i
+        if len(kinds) > 1:
+            raise ShapeError(
+                f"sample {self._source.ids[kinds[True]]} is a picture and sample "
+                f"{self._source.ids[kinds[False]]} is a tensor; give all samples as the same"
+            )
         if not good:
             stacked = None
         elif collate is None:
@@ -602,8 +653,10 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         else:
             # A collate_fn takes whole batches: a copy of a good item holds the place of a bad one.
             filler = next(iter(good.values()))
+            if self._source.draws:
+                sources.seed_random(start)
             stacked = self._collate([good.get(i, filler) for i in range(size)], start)
-        return _Batch(start, stacked, reasons, miniatures, labels, size, are_pixels)
+        return _Batch(start, stacked, reasons, miniatures, labels, size, True in kinds)
 
     def _items(self, rows: range) -> Iterable[_Item]:
         if self._n_threads == 1:
@@ -616,9 +669,12 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         collate = self._source.collate
         label, miniature = None, None
         try:
+            if self._source.draws:
+                sources.seed_random(row)
             item = self._source.read(row)
             if self._source.labels_in_items:
-                item, label = item
+                item, found = item
+                label = sources.whole_label(found, n_names=len(self._source.label_names))
             picture = item if collate is None else sources.picture(item)
             if self._side_px and isinstance(picture, Image.Image):
                 miniature = sources.thumbnail(picture, self._side_px)
@@ -713,6 +769,7 @@ def _own_tensor(value: Any) -> Tensor:
 
     One that needs a gradient could not be sent from a worker.
     """
+    sources.require_unmasked(value)
     return torch.as_tensor(value).detach().clone()
 
 
@@ -788,17 +845,14 @@ def _run(
     """Fill ``path``, from the start or from where it was left."""
     expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
     replaced = None
-    if overwrite and path.exists():
+    if path.exists():
         with contextlib.suppress(StoreError):  # damaged: nothing can be known to be made of it
             replaced = str(store.open(path).attrs["id"])
-    try:
-        writer = store.resume(path, expected=expected)
-    except InUseError:
-        raise
-    except StoreError:
-        if not overwrite:
-            raise
+    if overwrite:  # from the start: what is there may be of code that has changed unseen
+        store.require_idle(path)
         writer = None
+    else:
+        writer = store.resume(path, expected=expected)
     settings = path.with_name("config.yaml")
     started = time.monotonic()
     n_rows = len(plan.source)
@@ -814,9 +868,13 @@ def _run(
         pin_memory=plan.device.type == "cuda",
     )
     waiting: list[_Batch] = []  # bad batches before the first good one: the shapes are not known
-    with _workers_said(plan), contextlib.ExitStack() as stack:
+    with _workers_said(plan.num_workers), contextlib.ExitStack() as stack:
         stop = stack.enter_context(_stop_on_signal())
         stack.callback(lambda: writer.close() if writer else None)
+        if plan.source.root is not None:  # before the threads that read: it is one for all
+            stack.enter_context(sources.whole_pictures())
+        if plan.source.draws:
+            stack.enter_context(sources.random_put_back())
         progress = stack.enter_context(Progress(n_rows, what="extract", done=first_row))
         forward = stack.enter_context(_forward(plan))
         for batch in _started(loader):
@@ -845,9 +903,10 @@ def _run(
                 if writer is not None:
                     writer.commit()
                 kept = writer.rows_done if writer is not None else 0
+                anew = ", but without overwrite=true," if overwrite else ""
                 raise Interrupted(
                     f"stopped by {stop.name}: {kept:,} of {n_rows:,} rows "
-                    "are kept; run the same command again to go on",
+                    f"are kept; run the same command again{anew} to go on",
                     signal_number=stop.number,
                 )
         if writer is None:
@@ -858,15 +917,20 @@ def _run(
             )
         if writer.n_failed == n_rows:
             writer.commit()
-            reason = store.read_reasons(path)[0]["reason"]
+            reasons = [one["reason"] for one in store.read_reasons(path)]
             writer.discard()
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
-            raise DataError(f"every one of the {n_rows:,} rows failed; the first: {reason}")
+            raise DataError(
+                f"every one of the {n_rows:,} rows failed; the first: {(*reasons, 'unknown')[0]}"
+            )
+        writer.require_own()
         # Before the file takes its name: whatever stops us here, the next run comes by again.
         store.replace_file(settings, config.encode())
         if replaced is not None:
             store.remove_derived(path.parent, replaced)
+        if overwrite:
+            store.remove_parts(path)
         writer.finish()
         if stop.number:  # too late for this file, in time for what would follow
             raise Interrupted(
@@ -877,20 +941,25 @@ def _run(
 
 
 @contextlib.contextmanager
-def _workers_said(plan: _Plan) -> Iterator[None]:
+def _workers_said(n: int) -> Iterator[None]:
     """A worker process that dies is one line. torch raises it from a signal handler, anywhere."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
+        if "Too many open files" in str(error) and not isinstance(error, EmbedxError):
+            raise DataError(
+                "too many open files; what was committed is kept: raise the limit with ulimit -n "
+                f"and run again to go on, or with less than num_workers={n}"
+            ) from error
         if "DataLoader worker" not in str(error):
             raise
         raise DataError(
             "a process that reads the data died, killed or out of memory; what was committed is "
-            f"kept: run again to go on, with less than num_workers={plan.num_workers}"
+            f"kept: run again to go on, with less than num_workers={n}"
         ) from error
 
 
-def _started(loader: "torch.utils.data.DataLoader[_Batch]") -> Iterable[_Batch]:
+def _started(loader: "torch.utils.data.DataLoader[T]") -> Iterable[T]:
     """The batches, once the processes that read them are started."""
     try:
         with warnings.catch_warnings():
@@ -961,9 +1030,21 @@ def _forward(plan: _Plan) -> Iterator[Any]:
         is_known = fold.is_known(module)
         if is_known:
             stack.enter_context(fold.folded(module, plan.points))
-        got = stack.enter_context(hooks.Capture(module, plan.points, reduce=rows.reduce))
+        elif names := _own_generators(module):
+            log.warning(
+                "%s has a random generator of its own, which goes on from pass to pass: %s; if it "
+                "draws from it, another run gives other rows",
+                plan.model.name,
+                listed(names),
+            )
+        got = stack.enter_context(
+            hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
+        )
+
+        is_checked = False
 
         def forward(batch: _Batch) -> _Results:
+            nonlocal is_checked
             assert batch.inputs is not None
             with (
                 torch.no_grad(),  # inference tensors in a model's own cache could not be trained on
@@ -974,9 +1055,8 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     inputs = prepared.normalize(inputs)
                 if is_known:
                     inputs = _channels_last(inputs)
-                rows.mask = _mask(inputs)
-                # A model that draws random numbers draws the same ones for a batch in every run.
-                torch.manual_seed(batch.start)
+                rows.mask = _mask(batch.inputs, plan.device)
+                _seed(batch.start, plan.device)
                 output = hooks.run_model(module, inputs, title=plan.model.name)
                 try:
                     arrays, attrs = rows.arrays(got, n=batch.size)
@@ -989,6 +1069,10 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
                 # The first pass was whole: it has shown that each layer runs once.
                 got.stops_early = is_known and not plan.save_outputs
+                if not is_checked and batch.size > 1:
+                    is_checked = True
+                    if batch.size in _other_sizes(inputs) | rows.other_sizes:
+                        _require_samples_first(plan, got, rows, inputs, n=batch.size)
             bad = {i: why for i, why in not_finite(arrays).items() if i not in batch.reasons}
             return _Results(arrays, attrs, bad)
 
@@ -1008,14 +1092,95 @@ def _channels_last(inputs: Inputs) -> Inputs:
     return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs
 
 
-def _mask(inputs: Inputs) -> Tensor | None:
-    """Which tokens are none of padding, in the two spellings that libraries have for it."""
+def _seed(seed: int, device: torch.device) -> None:
+    """A model that draws random numbers draws the same ones for a batch in every run."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.4 ms
+    else:
+        torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def _own_generators(module: nn.Module) -> list[str]:
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return [
+        ".".join(filter(None, (name, key)))
+        for name, child in module.named_modules()
+        for key, value in {**vars(type(child)), **vars(child)}.items()
+        if isinstance(value, kinds)
+    ]
+
+
+def _other_sizes(inputs: Inputs) -> set[int]:
+    """Sizes of the axes that are not that of the samples."""
+    tensors = [inputs] if isinstance(inputs, Tensor) else inputs.values()
+    return {size for tensor in tensors for size in tensor.shape[1:]}
+
+
+def _require_samples_first(
+    plan: _Plan, got: hooks.Capture, rows: Rows, inputs: Inputs, *, n: int
+) -> None:
+    """Look at two samples where an axis of another kind is as long as the batch by chance.
+
+    Raises:
+        ShapeError: The first axis of what a layer gives is not that of the samples.
+    """
+    few = min(2, n - 1)
+    if isinstance(inputs, Tensor):
+        inputs = inputs[:few]
+    else:
+        inputs = {name: tensor[:few] for name, tensor in inputs.items()}
+    rows.mask = None if rows.mask is None else rows.mask[:few]
+    # A model may be written for one size of batch alone; the last batch would then show it.
+    _seed(0, plan.device)
+    with contextlib.suppress(ModelError, LayerError):
+        hooks.run_model(plan.model.module, inputs, title=plan.model.name)
+        for point in plan.points:
+            if len(got[point.name]) != few:
+                raise ShapeError(
+                    f"layer {point.name} gives {tuple(got[point.name].shape)} for {few} samples "
+                    f"after pooling, so its first axis is not that of the samples, though {n} long "
+                    f"for {n} of them; choose another layer, or where tokens come first "
+                    "pooling=function, such as lambda a: a.mean(0)"
+                )
+
+
+def _mask(inputs: Inputs, device: torch.device) -> Tensor | None:
+    """Which tokens are none of padding, in the spellings that libraries have for it.
+
+    Raises:
+        ShapeError: The mask is neither of 0 and 1 nor one that is added to attention.
+    """
     if isinstance(inputs, Tensor):
         return None
-    if "attention_mask" in inputs:
-        return inputs["attention_mask"]
-    padding = inputs.get("src_key_padding_mask", inputs.get("key_padding_mask"))
-    return None if padding is None or padding.dtype != torch.bool else ~padding
+    for name in ("attention_mask", "src_key_padding_mask", "key_padding_mask"):
+        if name in inputs:
+            mask = inputs[name]
+            break
+    else:
+        return None
+    is_padding = name != "attention_mask"
+    if mask.dtype != torch.bool and mask.numel():
+        lowest, highest = mask.min(), mask.max()
+        is_float = mask.is_floating_point()
+        if lowest < 0 or (is_float and (is_padding or highest == 0)):
+            # Added to attention: 0 for a token, and for padding what leaves nothing of it.
+            if not ((mask == 0) | (mask <= _LEAVES_NOTHING)).all():
+                raise ShapeError(
+                    f"{name} holds {float(lowest)} to {float(highest)}; give true and false, 1 and "
+                    f"0, or 0 for a token and {_LEAVES_NOTHING} or less for padding"
+                )
+            mask, is_padding = mask == 0, False
+        elif is_float and not ((mask == 0) | (mask == 1)).all():
+            raise ShapeError(
+                f"{name} holds {float(lowest)} to {float(highest)}; give true and false, or 1 and 0"
+            )
+    mask = mask.bool()
+    return (~mask if is_padding else mask).to(device)
+
+
+_LEAVES_NOTHING = -100  # exp of it, beside that of 0
 
 
 def _logits(output: Any, model: str, size: int) -> Array:

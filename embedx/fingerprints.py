@@ -1,15 +1,18 @@
 """What tells files, weights and code apart: the same in every process, on every machine."""
 
 import copyreg
+import dis
+import functools
 import hashlib
-import inspect
+import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -52,8 +55,9 @@ def code_sha256(module: nn.Module, *, arguments: Mapping[str, Any] | None = None
 
     Weights alone do not say it: a ReLU may have become a Tanh. Hashed are the structure, the
     attributes and what they hold, functions among them, hooks, the arguments it was made with, and
-    the source files of classes and functions that no package defines (of a script itself, the
-    classes and functions alone: it holds much else). Not followed are global variables, and what
+    of classes and functions that no package defines the code that is loaded, with the attributes
+    of the classes and the global variables that the code reads and does not set. Not followed are
+    what a function imports when it is called, tensors in lists and dicts that are global, and what
     only C code holds.
 
     Args:
@@ -67,9 +71,38 @@ def code_sha256(module: nn.Module, *, arguments: Mapping[str, Any] | None = None
     everywhere = nn.modules.module
     for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
         parts += reader.hooks(hooks)
-    for name, source in sorted(reader.sources.items()):
-        parts += [name, source]
+    parts += reader.variables()
     return _hash(parts).hex()
+
+
+def value_sha256(value: Any) -> str:
+    """SHA-256 of a value by its content: a function, an object, a network with its weights.
+
+    It is read as :func:`code_sha256` reads what an attribute holds.
+    """
+    reader = _Reader({})
+    return _hash([reader.digest(value), *reader.variables()]).hex()
+
+
+def methods(kind: type) -> Iterator[Any]:
+    """The functions that a class and its bases define, and whatever else can be called there."""
+    for base in kind.__mro__[:-1]:
+        for member in vars(base).values():
+            yield from _functions(member)
+
+
+def _functions(member: Any) -> Iterator[Any]:
+    """What a member of a class calls: itself, or what a property or a wrapper is made of."""
+    if isinstance(member, types.FunctionType):
+        yield member
+    elif isinstance(member, property):
+        yield from filter(None, (member.fget, member.fset, member.fdel))
+    elif isinstance(member, (staticmethod, classmethod)):
+        yield from _functions(member.__func__)
+    elif isinstance(member, (functools.partialmethod, functools.cached_property)):
+        yield from _functions(member.func)
+    elif callable(member) and not isinstance(member, type):
+        yield member
 
 
 def _hash(parts: Iterable[str | bytes | memoryview]) -> bytes:
@@ -90,14 +123,15 @@ _PASSED_OVER = frozenset([*vars(nn.Module()), "_trainer"])
 
 
 class _Reader:
-    """Digests of values, by content; the sources that they lead to are kept beside.
+    """Digests of values, by content; the global variables that code reads are kept beside.
 
     Args:
         registered: ``{id: name}`` of modules that are described elsewhere.
     """
 
     def __init__(self, registered: Mapping[int, str]) -> None:
-        self.sources: dict[str, bytes] = {}
+        self._read: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._written: set[tuple[int, str]] = set()
         self._registered = registered
         self._open: dict[int, int] = {}
         self._done: dict[int, tuple[Any, bytes]] = {}  # the value too: ids are used again
@@ -140,6 +174,16 @@ class _Reader:
                 yield key
                 yield self.digest(value)
 
+    def variables(self) -> list[str | bytes]:
+        """The global variables that the code read so far refers to, and those that these do."""
+        found: dict[tuple[int, str], list[str | bytes]] = {}
+        while waiting := [key for key in self._read if key not in found]:
+            for key in waiting:
+                where, value = self._read[key]
+                found[key] = [f"{where}.{key[1]}", self.digest(_without_tensors(value))]
+        settings = [parts for key, parts in found.items() if key not in self._written]
+        return [part for parts in sorted(settings, key=str) for part in parts]
+
     def hooks(self, hooks: Mapping[int, Any]) -> list[bytes]:
         """Those of others: ours only look. The keys are left out: they count within a process."""
         owners = {key: getattr(hook, "func", hook) for key, hook in hooks.items()}
@@ -175,8 +219,10 @@ class _Reader:
         elif isinstance(value, types.ModuleType):
             yield value.__name__
         elif isinstance(value, types.CodeType):
-            yield value.co_code
+            yield from (value.co_code, value.co_exceptiontable)
+            yield self.digest((value.co_flags, value.co_argcount, value.co_kwonlyargcount))
             yield self.digest((value.co_names, value.co_varnames, value.co_consts))
+            yield self.digest((value.co_freevars, value.co_cellvars))
         elif isinstance(value, type):
             for base in value.__mro__:
                 yield from self._class(base)
@@ -188,12 +234,12 @@ class _Reader:
             yield self.digest(value.__self__)
         elif isinstance(value, types.FunctionType):
             yield from self._function(value)
-            if not _is_packaged(value):  # several of one name, lambdas too, may share a source
-                yield self.digest(value.__code__)
         elif isinstance(value, torch.jit.ScriptFunction):
             yield str(value.code)
         elif kind.__module__.startswith("torch._"):  # what compiles and traces, and operators
             yield str(getattr(value, "__name__", ""))
+        elif kind.__module__.startswith("triton."):  # a kernel with the caches of its launches
+            yield self.digest(getattr(value, "fn", None))
         # The module of a graph has it as a text too. Devices never decide what rows are.
         elif not isinstance(value, (torch.fx.Graph, torch.device)):
             yield from self._object(value)
@@ -222,13 +268,20 @@ class _Reader:
 
     def _class(self, kind: type) -> Iterator[str | bytes]:
         yield _name(kind)
-        if _is_packaged(kind):
+        if _is_packaged(kind):  # by its name, unless somebody put a method of his own into it
+            for key, member in vars(kind).items():
+                for function in _functions(member):
+                    if isinstance(function, types.FunctionType) and not _is_packaged(function):
+                        yield from (key, self.digest(function))
             return
-        self._read(kind)
-        for member in vars(kind).values():
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            if isinstance(function, types.FunctionType):
-                yield from self._function(function)
+        for key, member in vars(kind).items():
+            if key in _OF_CLASSES:
+                continue
+            yield key
+            functions = list(_functions(member))
+            yield from map(self.digest, functions)
+            if not functions or isinstance(member, functools.partialmethod):
+                yield self.digest(member)
 
     def _function(self, function: types.FunctionType) -> Iterator[str | bytes]:
         yield _name(function)
@@ -237,8 +290,9 @@ class _Reader:
             # Around what was compiled are guards and caches; functools.wraps keeps what it was.
             yield self.digest(vars(function).get("__wrapped__"))
             return
-        if not _is_packaged(function) and not self._read(function):
+        if not _is_packaged(function):
             yield self.digest(function.__code__)
+            self._follow(function)
         yield self.digest((function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
             try:
@@ -247,31 +301,85 @@ class _Reader:
                 continue
             yield self.digest(content)
 
-    def _read(self, value: type | types.FunctionType) -> bool:
-        """Keep the source of a class or function; False where there is none, as at a prompt."""
-        is_script = value.__module__ in (None, "__main__")
-        file = getattr(sys.modules.get(value.__module__ or ""), "__file__", None)
-        name = _name(value) if is_script or not file else value.__module__
-        if name in self.sources:
-            return True
-        try:
-            if name == value.__module__ and file:
-                self.sources[name] = Path(file).read_bytes()
-            else:
-                self.sources[name] = inspect.getsource(value).encode()
-        except (OSError, TypeError):
-            return False
+    def _follow(self, function: types.FunctionType) -> None:
+        """Keep the global variables that a function reads, also those in modules of one's own."""
+        for code in _codes(function.__code__):
+            for read in dis.get_instructions(code):
+                if read.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    self._keep(function.__globals__, read.argval, code.co_names)
+                elif read.opname == "STORE_GLOBAL":  # a counter, or what is made on first use
+                    self._written.add((id(function.__globals__), read.argval))
+
+    def _keep(self, names: Mapping[str, Any], name: str, attributes: Sequence[str]) -> None:
+        if name not in names or (id(names), name) in self._read:
+            return
+        value = names[name]
+        self._read[id(names), name] = names.get("__name__"), value
+        if isinstance(value, types.ModuleType) and not _is_package(value.__name__):
+            for attribute in attributes:
+                self._keep(vars(value), attribute, attributes)
+
+
+# What a class statement leaves beside the members that were written in it.
+_OF_CLASSES = frozenset(
+    [
+        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__"),
+        *("__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__"),
+        *("__static_attributes__", "__abstractmethods__", "_abc_impl"),
+        *("__parameters__", "__orig_bases__"),
+    ]
+)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object and those of the functions written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _without_tensors(value: Any) -> Any:
+    """A list or dict that a variable holds, less what hooks and caches put there in a pass."""
+    if type(value) is list:
+        return [item for item in value if not _holds_tensors(item)]
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if not _holds_tensors(item)}
+    return value
+
+
+def _holds_tensors(value: Any, *, depth: int = 5) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
         return True
+    items: Iterable[Any] = ()
+    if depth and isinstance(value, (dict, list, tuple)):  # which may hold themselves
+        items = value.values() if isinstance(value, dict) else value
+    return any(_holds_tensors(item, depth=depth - 1) for item in items)
 
 
 def _name(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def _is_packaged(value: Any) -> bool:
-    top = (value.__module__ or "").split(".")[0]
+def _is_packaged(value: type | types.FunctionType) -> bool:
+    """Whether a class, or the module whose variables a function reads, is of a package."""
+    if isinstance(value, types.FunctionType):  # its __module__ may be that of what it wraps
+        return _is_package(str(value.__globals__.get("__name__")))
+    return _is_package(str(value.__module__))
+
+
+def _is_package(module: str) -> bool:
+    top = module.partition(".")[0]
     if top == "__main__":  # whatever program runs the prompt
         return False
-    file = getattr(sys.modules.get(value.__module__ or ""), "__file__", None) or ""
-    is_known = top in ("torch", "torchvision", "embedx") or top in sys.stdlib_module_names
-    return is_known or "site-packages" in file or "dist-packages" in file
+    if top in ("torch", "torchvision", "embedx", *sys.builtin_module_names):
+        return True
+    # A module of one's own may have a name of the standard library's, such as code.
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    if not file:
+        return top in sys.stdlib_module_names
+    parts = Path(file).parts
+    return "site-packages" in parts or "dist-packages" in parts or _STDLIB in Path(file).parents
+
+
+_STDLIB = Path(os.__file__).parent

@@ -1,29 +1,57 @@
 """Batch normalization folded into the convolution before it, while a network only runs forward."""
 
 import contextlib
+import types
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from embedx.fingerprints import methods
 from embedx.hooks import Point
 
 # Packages whose networks are functions of their input: they keep nothing between layers or passes.
 _KNOWN = ("torch.nn.", "torchvision.", "timm.", "efficientnet_lite_pytorch.")
+# Where methods of their classes, and what is wrapped around these, come from.
+_WRITERS = ("torch.", *_KNOWN, "contextlib.", "functools.", "typing_extensions.")
 
 
 def is_known(module: nn.Module) -> bool:
     """Whether all code of a network is of libraries whose networks keep nothing, and has no hooks.
 
     Such a network may be traced, stopped in the middle of a pass, and given its input in another
-    memory layout.
+    memory layout. One whose methods were replaced, on an instance or on a class, is not known.
     """
-    return all(
-        f"{type(child).__module__}.".startswith(_KNOWN)
-        and not child._forward_hooks
-        and not child._forward_pre_hooks
-        for child in module.modules()
+    everywhere = nn.modules.module
+    return (
+        not everywhere._global_forward_hooks
+        and not everywhere._global_forward_pre_hooks
+        and all(
+            f"{type(child).__module__}.".startswith(_KNOWN)
+            and not child._forward_hooks
+            and not child._forward_pre_hooks
+            and not _has_own_methods(child)
+            for child in module.modules()
+        )
+        and not any(_is_patched(kind) for kind in {type(child) for child in module.modules()})
+    )
+
+
+def _has_own_methods(module: nn.Module) -> bool:
+    """Whether an attribute hides a method of the class, or the module was compiled in place."""
+    kind = type(module)
+    return "_compiled_call_impl" in vars(module) or any(
+        callable(getattr(kind, key, None)) for key in vars(module)
+    )
+
+
+def _is_patched(kind: type) -> bool:
+    """Whether a method of a class comes from elsewhere; ``functools.wraps`` does not hide it."""
+    return any(
+        not isinstance(method, types.FunctionType)
+        or not f"{method.__globals__.get('__name__')}.".startswith(_WRITERS)
+        for method in methods(kind)
     )
 
 

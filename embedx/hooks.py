@@ -8,21 +8,25 @@ import contextlib
 import dataclasses
 import fnmatch
 import logging
+import random
 import re
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from embedx.checks import checked
-from embedx.errors import EmbedxError, LayerError, ModelError, first_line, nearest
+from embedx.errors import EmbedxError, LayerError, ModelError, first_line, listed, nearest
 
 log = logging.getLogger("embedx")
 
-HOOKS_REVISION = 1  # raised when what a point captures changes; part of every file's id
+HOOKS_REVISION = 2  # raised when what a point captures changes; part of every file's id
 
 _POINT = re.compile(r"(?P<layer>[^@:]+)(@(?P<call>\d+))?(:(?P<what>[a-z_]+)(\.(?P<path>.+))?)?")
 _WHATS = ("output", "input")
@@ -190,29 +194,48 @@ class _FastPathsOff:
     """Fused attention is off while any capture is active, and as it was after the last one."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._users = 0
         self._before = True
 
     def __enter__(self) -> None:
-        if self._users == 0:
-            self._before = torch.backends.mha.get_fastpath_enabled()
-        self._users += 1
-        torch.backends.mha.set_fastpath_enabled(False)
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+            self._users += 1
+            torch.backends.mha.set_fastpath_enabled(False)
 
     def __exit__(self, *_: object) -> None:
-        self._users -= 1
-        if self._users == 0:
-            torch.backends.mha.set_fastpath_enabled(self._before)
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                torch.backends.mha.set_fastpath_enabled(self._before)
 
 
 _FAST_PATHS_OFF = _FastPathsOff()
+
+
+@dataclasses.dataclass
+class _Pass:
+    """What fired in the latest pass of a thread."""
+
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Capture(Mapping[str, Tensor]):
     """The tensors of the latest forward pass, by the name of their point.
 
     A ``with`` block: hooks are set on entry and removed on exit, whatever happens in between.
-    Reading a point that did not fire, or whose layer ran twice, raises LayerError.
+    Reading a point that did not fire, or whose layer ran twice, raises LayerError. Where several
+    threads run the model, each reads what its own passes gave.
+
+    Args:
+        module: The model.
+        points: What to copy.
+        reduce: Applied to each tensor inside the hook.
+        before_pass: Called at the beginning of each pass.
+        only_here: Passes of other threads than the one that makes this are let alone.
 
     Attributes:
         stops_early: Whether a pass ends once every point has fired; only :func:`run_model` knows
@@ -227,13 +250,14 @@ class Capture(Mapping[str, Tensor]):
         *,
         reduce: Reduce | None = None,
         before_pass: Callable[[], None] | None = None,
+        only_here: bool = False,
     ) -> None:
         self._module = module
         self._points = {point.name: point for point in points}
         self._reduce = reduce
         self._before_pass = before_pass
-        self._calls: Counter[str] = Counter()
-        self._tensors: dict[str, Tensor] = {}
+        self._thread = threading.get_ident() if only_here else None
+        self._passes: dict[int, _Pass] = {}  # by the thread that ran them
         self._stack = contextlib.ExitStack()
         self._active = False
         self._watched: dict[str, Any] = {}
@@ -248,10 +272,16 @@ class Capture(Mapping[str, Tensor]):
         if self._active:
             return self
         modules = dict(self._module.named_modules())
+
+        # No bound method: copying the model (copy.deepcopy) would copy what it is bound to.
+        def begin_pass(called: nn.Module, args: Any) -> None:
+            if called is self._module:
+                self._begin_pass(called, args)
+
         with contextlib.ExitStack() as stack:
             # Fused attention skips the modules inside it, and with them their hooks.
             stack.enter_context(_FAST_PATHS_OFF)
-            begin = self._module.register_forward_pre_hook(self._begin_pass, prepend=True)
+            begin = self._module.register_forward_pre_hook(_as_written(begin_pass), prepend=True)
             stack.callback(begin.remove)
             for layer in dict.fromkeys(point.layer for point in self._points.values()):
                 for handle in self._register(layer, modules[layer]):
@@ -317,9 +347,10 @@ class Capture(Mapping[str, Tensor]):
                 raise LayerError(f"no gradient has reached {name!r} yet; call backward() first")
             return self._gradients[name]
         point = self._points[name]
-        if name in self._tensors and (point.call is not None or self._calls[point.layer] == 1):
-            return self._tensors[name]
-        raise self._explain(point)
+        latest = self._latest()
+        if name in latest.tensors and (point.call is not None or latest.calls[point.layer] == 1):
+            return latest.tensors[name]
+        raise self._explain(point, latest.calls[point.layer])
 
     def __contains__(self, name: object) -> bool:
         return name in self._points or name in self._watched
@@ -331,14 +362,27 @@ class Capture(Mapping[str, Tensor]):
         return len(self._points) + len(self._watched)
 
     def _begin_pass(self, module: nn.Module, args: Any) -> None:
+        if not self._is_watched() or _is_inner_call(module):
+            return
         if self._before_pass is not None:
             self._before_pass()
-        self.reset()
+        self._passes[threading.get_ident()] = _Pass()
+
+    def _is_watched(self) -> bool:
+        return self._thread in (None, threading.get_ident())
+
+    def _own(self) -> _Pass:
+        return self._passes.setdefault(threading.get_ident(), _Pass())
+
+    def _latest(self) -> _Pass:
+        """Of this thread; or of the only one that ran the model, which need not be this one."""
+        passes = list(self._passes.values())
+        return self._passes.get(threading.get_ident(), passes[0] if len(passes) == 1 else _Pass())
 
     @property
     def has_fired(self) -> bool:
         """Whether a layer ran since the pass began, or since :meth:`reset`."""
-        return bool(self._calls)
+        return bool(self._latest().calls)
 
     def reset(self) -> None:
         """Forget what fired, as the beginning of a pass does.
@@ -346,36 +390,42 @@ class Capture(Mapping[str, Tensor]):
         A module whose ``training_step`` or the like is called, and not the module itself, has no
         beginning of a pass that could be seen.
         """
-        self._calls.clear()
-        self._tensors.clear()
+        latest = self._latest()
+        latest.calls.clear()
+        latest.tensors.clear()
 
     def _register(self, layer: str, module: nn.Module) -> Iterator[Any]:
         points = [p for p in self._points.values() if p.layer == layer]
         inputs = [p for p in points if p.what == "input"]
         outputs = [p for p in points if p.what == "output"]
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._calls[layer] += 1
+        # A copy of a model (copy.deepcopy, as for an average of its weights) has our hooks too.
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if called is not module or not self._is_watched():
+                return
+            self._own().calls[layer] += 1
             for point in inputs:
                 self._keep(point, _select_input(point, args, kwargs))
             self._end_if_all_fired()
 
-        def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+            if called is not module or not self._is_watched():
+                return
             for point in outputs:
                 self._keep(point, output)
             self._end_if_all_fired()
 
         # Other hooks may change what the layer takes in or gives out: ours sees the final value.
-        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_pre_hook(_as_written(before), with_kwargs=True)
         if outputs:
-            yield module.register_forward_hook(after)
+            yield module.register_forward_hook(_as_written(after))
 
     def _end_if_all_fired(self) -> None:
-        if self.stops_early and len(self._tensors) == len(self._points):
+        if self.stops_early and len(self._own().tensors) == len(self._points):
             raise _Stop
 
     def _keep(self, point: Point, value: Any) -> None:
-        if point.call is not None and self._calls[point.layer] != point.call + 1:
+        if point.call is not None and self._own().calls[point.layer] != point.call + 1:
             return
         path = point.path[1:] if point.what == "input" else point.path
         for depth, key in enumerate(path):
@@ -390,10 +440,9 @@ class Capture(Mapping[str, Tensor]):
             kept = self._reduce(point, kept)
         if kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
             kept = kept.clone()  # the next layer may work in place on the original
-        self._tensors[point.name] = kept
+        self._own().tensors[point.name] = kept
 
-    def _explain(self, point: Point) -> LayerError:
-        calls = self._calls[point.layer]
+    def _explain(self, point: Point, calls: int) -> LayerError:
         if point.call is not None and calls:
             return LayerError(
                 f"{point.name}: {point.layer} ran {calls} time(s) in this pass, so its calls are "
@@ -404,10 +453,37 @@ class Capture(Mapping[str, Tensor]):
                 f"{point.layer} ran {calls} times in one pass; say which call: "
                 + " or ".join(dataclasses.replace(point, call=i).name for i in range(min(calls, 3)))
             )
+        if len(self._passes) > 1:
+            return LayerError(
+                f"{point.name} did not fire in this thread, and others ran the model; read it in "
+                "the thread of the pass"
+            )
         return LayerError(
             f"{point.name} did not fire in this pass: the layer was skipped by a branch or a fused "
             "path, or its .forward() was called directly; choose the layer around it"
         )
+
+
+def _is_inner_call(module: nn.Module) -> bool:
+    """Whether a module that is being called was called by its own forward, as one that averages
+    several views of its input does.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _as_written(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch does not compile, if it compiles; it would do so anew for every point."""
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _select_input(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -446,8 +522,10 @@ def _choices(point: Point, value: Any) -> str:
 
 
 def _step(value: Any, key: str, point: Point, where: str) -> Any:
-    if isinstance(value, Mapping) and key in value:
-        return value[key]
+    if isinstance(value, Mapping):
+        for own in [key, *value]:  # a number is offered, and written, as a text
+            if str(own) == key and own in value:
+                return value[own]
     if isinstance(value, (tuple, list)) and key.isdigit() and int(key) < len(value):
         return value[int(key)]
     if key in _keys(value):
@@ -515,48 +593,116 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
+_RUNNING: set[int] = set()  # ids of the modules that are run undisturbed at this moment
+_RUNNING_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _alone(module: nn.Module) -> Iterator[None]:
+    """Two at once would undo each other's modes, layers and buffers."""
+    mine = {id(child) for child in module.modules()}
+    with _RUNNING_LOCK:
+        if mine & _RUNNING:
+            raise ModelError(
+                f"{type(module).__name__.lower()} is being run by another extraction in this "
+                "process; wait for it, or give this one a copy: copy.deepcopy(model)"
+            )
+        _RUNNING.update(mine)
+    try:
+        yield
+    finally:
+        with _RUNNING_LOCK:
+            _RUNNING.difference_update(mine)
+
+
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Iterator[None]:
     """Run a model in eval mode, and leave its modes, buffers and the random state as they were.
 
-    What a model does to its own modes or buffers while it runs is put back and said.
+    What a model does to its own modes or buffers while it runs is put back and said; what it does
+    to its parameters is said.
 
     Args:
         module: The model.
         device: Where it runs; ``torch.manual_seed`` reaches every GPU that is in use.
+
+    Raises:
+        ModelError: It, or a part of it, is being run so in another thread.
     """
-    modes = [(child, child.training) for child in module.modules()]
-    buffers = [
-        (child, name, buffer, buffer.detach().clone())
-        for child in module.modules()
-        for name, buffer in child._buffers.items()
-        if buffer is not None
-    ]
-    on_mps = device is not None and device.type == "mps"
-    state = torch.mps.get_rng_state() if on_mps else None
-    try:
-        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=gpus):
-            module.eval()
-            yield
-    finally:
-        if state is not None:
-            torch.mps.set_rng_state(state)
-        title = type(module).__name__.lower()
-        if any(child.training for child in module.modules()):
-            log.warning("%s put itself into train mode while it ran; it is put back", title)
-        for child, training in modes:
-            child.training = training
-        changed = []
-        for child, name, buffer, value in buffers:
-            if child._buffers.get(name) is not buffer or not _is_same(buffer, value):
-                child._buffers[name] = buffer
-                with torch.no_grad():
-                    buffer.copy_(value)
-                changed.append(name)
-        if changed:
-            names = ", ".join(sorted(set(changed)))
-            log.warning("%s changed its buffers while it ran: %s; they are put back", title, names)
+    title = type(module).__name__.lower()
+    with _alone(module):
+        modes = [(child, child.training) for child in module.modules()]
+        buffers = [
+            (child, name, buffer, buffer.detach().clone())
+            for child in module.modules()
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+        parameters = [
+            (name, parameter, _first_slice(parameter))
+            for name, parameter in module.named_parameters()
+            if not nn.parameter.is_lazy(parameter)
+        ]
+        started = None
+        drawn = random.getstate(), np.random.get_state()  # noqa: NPY002
+        on_mps = device is not None and device.type == "mps"
+        state = torch.mps.get_rng_state() if on_mps else None
+        try:
+            gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+            with torch.random.fork_rng(devices=gpus):
+                module.eval()
+                started = [child.training for child, _ in modes]
+                if any(started):
+                    log.warning(
+                        "%s or a part of it is in train mode, and its own eval() leaves it there: "
+                        "rows may have dropout and the statistics of batches",
+                        title,
+                    )
+                elif modes[0][1]:
+                    log.warning("%s is in train mode: it runs in eval mode, and is put back", title)
+                yield
+        finally:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])  # noqa: NPY002
+            if state is not None:
+                torch.mps.set_rng_state(state)
+            if started is not None and [child.training for child, _ in modes] != started:
+                log.warning("%s put itself into train mode while it ran; it is put back", title)
+            for child, training in modes:
+                if child.training != training:
+                    child.train(training)  # it may do more, such as take merged weights apart
+            for child, training in modes:
+                child.training = training
+            changed = []
+            for child, name, buffer, value in buffers:
+                if child._buffers.get(name) is not buffer or not _is_same(buffer, value):
+                    child._buffers[name] = buffer
+                    with torch.no_grad():
+                        buffer.copy_(value)
+                    changed.append(name)
+            if changed:
+                names = ", ".join(sorted(set(changed)))
+                log.warning(
+                    "%s changed its buffers while it ran: %s; they are put back", title, names
+                )
+            now = dict(module.named_parameters())
+            changed = [
+                name
+                for name, parameter, value in parameters
+                if now.get(name) is not parameter or not _is_same(_first_slice(parameter), value)
+            ]
+            if changed:
+                log.warning(
+                    "%s changed its parameters, by eval(), train() or its passes: %s; they are not "
+                    "put back",
+                    title,
+                    listed(changed),
+                )
+
+
+def _first_slice(parameter: Tensor) -> Tensor:
+    """A copy of a part that shows whether all of it was changed; one of all would fill memory."""
+    return (parameter.detach()[:1] if parameter.ndim else parameter.detach()).clone()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from embedx.errors import ConfigError, ShapeError
+from embedx.fingerprints import value_sha256
 
-POOLING_REVISION = 1  # raised when a result changes; part of every file's id
+POOLING_REVISION = 2  # raised when a result changes; part of every file's id
 
 Function = Callable[..., Tensor]
 
@@ -150,7 +150,8 @@ def mean_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
     Args:
         activation: Tokens, shape ``(n, t, d)``.
-        mask: Shape ``(n, t)``, true or 1 for a token and false or 0 for padding; None for none.
+        mask: Shape ``(n, t)``, true or 1 for a token and false or 0 for padding; None where all
+            are tokens.
 
     Returns:
         Shape ``(n, d)``; NaN for a sample of padding alone.
@@ -166,10 +167,10 @@ def mean_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
             f"the mask has shape {tuple(mask.shape)} and the tokens {tuple(activation.shape)}; "
             "give one value a token"
         )
-    weights = mask.to(activation.dtype).unsqueeze(2)
+    is_token = mask.bool().unsqueeze(2)
     # Padding may hold anything, NaN too, and 0 * NaN is NaN.
-    kept = torch.where(weights > 0, activation, 0)
-    return kept.sum(1) / weights.sum(1)
+    kept = torch.where(is_token, activation, 0)
+    return kept.sum(1) / is_token.sum(1)
 
 
 POOLINGS: dict[str, Function] = {
@@ -191,7 +192,8 @@ class Pooling:
     Attributes:
         name: As it is stored and told; ``auto`` until the first activation shows the shape.
         function: From an activation to ``(n, d)``; None for ``auto``.
-        code: Tells a function of the user's own, whose name alone would not; empty for ours.
+        code: Tells a function of the user's own with what it holds, whose name alone would not;
+            empty for ours.
     """
 
     name: str
@@ -249,20 +251,24 @@ def _named(pooling: Any) -> Pooling:
         return Pooling(pooling, POOLINGS.get(pooling))
     if not callable(pooling):
         raise ConfigError(f"pooling must be a name or a function, not a {type(pooling).__name__}")
-    function, arguments = pooling, {}
+    function, positional, arguments = pooling, (), {}
     if isinstance(pooling, functools.partial):
-        function, arguments = pooling.func, pooling.keywords
+        function, positional, arguments = pooling.func, pooling.args, pooling.keywords
     name = getattr(function, "__qualname__", type(function).__name__)
-    code = ""
-    if POOLINGS.get(name) is not function:
-        module = getattr(function, "__module__", "")
-        try:
-            source = inspect.getsource(function)
-        except (OSError, TypeError):  # typed at a prompt, or compiled
-            source = ""
-        code = hashlib.sha256(f"{module}.{name}\0{source}".encode()).hexdigest()
-    shown = ", ".join(f"{key}={value!r}" for key, value in sorted(arguments.items()))
+    is_ours = POOLINGS.get(name) is function and not positional
+    code = "" if is_ours else value_sha256(pooling)
+    shown = ", ".join(
+        [
+            *map(_shown, positional),
+            *(f"{key}={_shown(arguments[key])}" for key in sorted(arguments)),
+        ]
+    )
     return Pooling(f"{name}({shown})" if shown else name, pooling, code)
+
+
+def _shown(value: Any) -> str:
+    """What is the same in every process; an object may show its address."""
+    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
 def _may_be_channels_last(activation: Tensor) -> bool:

@@ -8,8 +8,9 @@ from PIL import Image
 from torch import Tensor
 
 from embedx.errors import ConfigError, DataError
+from embedx.fingerprints import value_sha256
 
-PREPROCESS_REVISION = 2  # raised when pixels change; part of every file's id
+PREPROCESS_REVISION = 3  # raised when pixels change; part of every file's id
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 RESIZED_PIXELS_MOST = 64_000_000
@@ -74,8 +75,11 @@ class Preprocess:
         return pixels.float().div_(255).sub_(mean).div_(std)
 
     def config(self) -> dict[str, Any]:
-        """Every setting, as it is stored in the file."""
-        return {
+        """Every setting, as it is stored in the file; of a subclass also a hash of its code."""
+        settings: dict[str, Any] = {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(self).items()
         }
+        if type(self) is not Preprocess:
+            settings |= {"class": type(self).__qualname__, "code": value_sha256(self)}
+        return settings

@@ -1,12 +1,14 @@
 """``record``: what layers give in a loop of one's own, streamed while the loop runs."""
 
+import atexit
 import contextlib
 import hashlib
 import logging
+import operator
 import os
-import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from embedx import hooks, store
 from embedx.checks import checked
-from embedx.errors import ConfigError, DataError, InUseError, StoreError
+from embedx.errors import ConfigError, DataError, StoreError, first_line
 from embedx.pooling import Function, per_point
 from embedx.rows import Rows, not_finite
 from embedx.store import Array, Embeddings, Field, Status
@@ -24,17 +26,19 @@ from embedx.store import Array, Embeddings, Field, Status
 log = logging.getLogger("embedx")
 
 PART_ROWS = 65_536
-_EPOCH = "metadata/epoch"
 _JOIN_BYTES = 2**24
+_REPLACES = "replaces"  # the id of the file that a recording was told to replace
 
 
 class Recorder:
     """Hooks on a model in a loop, and the file that they fill.
 
     Made by :func:`record`. Each forward pass is followed by one call of :meth:`batch`, whether the
-    model itself is called or a method of it that calls its layers. Leaving the ``with`` block makes
-    ``embeddings.h5`` of all that was recorded; after an exception in the loop the rows of all
-    batches are kept, and :func:`join` makes a file of them.
+    model itself is called or a method of it that calls its layers; one that failed, or that is not
+    wanted after all, by :meth:`skip`. Leaving the ``with`` block makes ``embeddings.h5`` of all
+    that was recorded; after an exception in the loop the rows of all batches are kept, and
+    :func:`join` makes a file of them. So it is where the program ends without leaving the block,
+    or is killed, but for the batches of the last two seconds before a kill.
 
     Attributes:
         path: The file to be.
@@ -51,6 +55,7 @@ class Recorder:
         id_bytes: int,
         attrs: dict[str, Any],
         label_names: Sequence[str],
+        overwrite: bool,
     ) -> None:
         self.path = path
         self.n_rows = 0
@@ -58,16 +63,25 @@ class Recorder:
         self._id_bytes = id_bytes
         self._attrs = attrs
         self._label_names = list(label_names)
+        self._overwrite = overwrite
         self._seen: set[int] = set()
-        self._columns: list[str] | None = None
+        self._given: list[str] | None = None  # what came with the first batch
+        self._like: dict[str, Array] = {}  # shapes and types of what is stored
+        self._held = contextlib.ExitStack()  # the lock, from the first batch on
+        self._is_ours = False
         self._writer: store.Writer | None = None
         self._n_parts = 0
-        self._done = 0
+        self._part_start = 0
         self._has_begun = False
+        self._n_paused = 0
+        self._end = ""  # why no more is recorded
+        self._failed = False
+        self._pid = os.getpid()
         self._first = points[0].name
         self._got = hooks.Capture(
             model, points, reduce=rows.reduce, before_pass=self._begin_pass
         ).set()
+        _OPEN.add(self)
 
     def __enter__(self) -> "Recorder":
         return self
@@ -90,22 +104,41 @@ class Recorder:
                 str(self.path.parent),
             )
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
     def _begin_pass(self) -> None:
-        if self._has_begun or self._got.has_fired:
+        if self._has_begun:
             raise DataError(
                 "two forward passes without recorder.batch() between them: call it after each "
-                "pass, or put passes that are not to be recorded into `with recorder.paused():`"
+                "pass, recorder.skip() after one that failed, or put passes that are not to be "
+                "recorded into `with recorder.paused():`"
+            )
+        if self._got.has_fired:
+            raise DataError(
+                "layers ran after recorder.batch() and outside of a forward pass of the model; if "
+                "loss.backward() runs them again (activation checkpointing), put it into `with "
+                "recorder.paused():`"
             )
         self._has_begun = True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Record no pass within this block, such as those of a validation."""
+        self._n_paused += 1
         self._got.remove()
         try:
             yield
         finally:
-            self._got.set()
+            self._n_paused -= 1
+            if not self._n_paused and not self._end:
+                self._got.set()
+
+    def skip(self) -> None:
+        """Forget the forward pass that has just been, such as one that failed; its rows go."""
+        self._has_begun = False
+        self._got.reset()
 
     def batch(
         self,
@@ -120,80 +153,144 @@ class Recorder:
         Args:
             ids: A text or number for each sample, once an epoch; the number of the row where not
                 given.
-            labels: A whole number for each sample, -1 for none.
+            labels: A whole number for each sample, -1 for none; where there are ``label_names``,
+                less than there are of them.
             epoch: Of this pass. Ids are then stored as ``ID#EPOCH``, with columns ``sample`` and
                 ``epoch``.
-            columns: Further numbers, one a sample, such as its loss.
+            columns: Further numbers, one a sample, such as its loss; a column that begins with
+                whole numbers has no others.
 
         Raises:
             DataError: There was no pass, a number of values that is not that of the samples, an id
-                that comes again, or other columns than before.
+                that comes again, a value that cannot be stored, other columns than before, or the
+                recording has ended.
             LayerError: A layer did not fire, or ran twice.
             ShapeError: A layer gives no vector a sample.
             StoreError: The disk refused; the rows of earlier batches are kept.
         """
+        if self._end:
+            raise DataError(self._end)
         if not (self._has_begun or self._got.has_fired):
             raise DataError("recorder.batch() without a forward pass before it: call it after each")
-        self._has_begun = False
-        first = self._got[self._first]
-        n = len(first) if first.ndim else 0
-        arrays, attrs = self._rows.arrays(self._got, n=n)
-        self._got.reset()
-        given: dict[str, Any] = {f"metadata/{name}": column for name, column in columns.items()}
-        if epoch is not None:
-            given[_EPOCH] = np.full(n, epoch, np.int32)
-        if labels is not None:
-            given["labels"] = labels
-        if self._columns is not None and sorted(given) != self._columns:
-            raise DataError(
-                f"this batch has {_listed(sorted(given))} and the first had "
-                f"{_listed(self._columns)}; give the same with every batch"
-            )
-        self._columns = sorted(given)
-        for name, values in given.items():
-            arrays[name] = _numbers(name, values, n)
-        arrays["ids"] = self._named(ids, n, epoch)
+        try:
+            arrays, attrs = self._arrays(ids, labels, epoch, columns)
+        finally:
+            self.skip()
         bad = not_finite({k: a for k, a in arrays.items() if k.startswith("embeddings/")})
-        status = np.full(n, Status.OK, np.uint8)
+        status = np.full(len(arrays["ids"]), Status.OK, np.uint8)
         status[list(bad)] = Status.FAILED
         for name, array in arrays.items():
             if name.startswith("embeddings/") and bad:
                 array[list(bad)] = np.nan
-        self._append(arrays, attrs, status, bad)
-        self.n_rows += n
+        try:
+            self._append(arrays, attrs, status, bad)
+        except BaseException as error:
+            # How much of the batch was taken is not known: what came next might be out of step.
+            self._failed = True
+            why = type(error).__name__ + (f": {first_line(error)}" if str(error) else "")
+            self._end = (
+                f"the recording ended with {why}; make a file of the rows that are kept with "
+                f"embedx.join({str(self.path.parent)!r})"
+            )
+            with contextlib.suppress(StoreError):
+                self.close()
+            raise
 
-    def _named(self, ids: Any, n: int, epoch: int | None) -> Array:
+    def _arrays(
+        self, ids: Any, labels: Any, epoch: Any, columns: Mapping[str, Any]
+    ) -> tuple[dict[str, Array], dict[str, dict[str, Any]]]:
+        """What is to be stored of the pass by the name of its dataset, and attributes of those.
+
+        Raises:
+            DataError: It does not fit itself, or what was stored before.
+        """
+        beside = {"ids": ids, "labels": labels, "epoch": epoch}
+        given = sorted([*(name for name, value in beside.items() if value is not None), *columns])
+        if self._given not in (None, given):
+            raise DataError(
+                f"this batch has {_listed(given)} and the first had {_listed(self._given or [])}; "
+                "give the same with every batch"
+            )
+        first = self._got[self._first]
+        n = len(first) if first.ndim else 0
+        names = self._names(ids, n, epoch)
+        arrays, attrs = self._rows.arrays(self._got, n=n)
+        if epoch is not None:
+            arrays[store.column_name("epoch")] = np.full(n, _whole(epoch), np.int64)
+        for name, values in columns.items():
+            path = _column_path(name, with_epoch=epoch is not None)
+            arrays[path] = _numbers(name, values, n, like=self._like.get(path))
+        if labels is not None:
+            arrays["labels"] = _labels(labels, n, n_names=len(self._label_names))
+        arrays["ids"] = store.encode_texts(names, what="the id", most_bytes=self._id_bytes).astype(
+            f"S{self._id_bytes}"
+        )
+        for name, like in self._like.items():
+            if arrays[name].shape[1:] != like.shape[1:]:
+                raise DataError(
+                    f"{name} has shape {arrays[name].shape[1:]} and had {like.shape[1:]} before; "
+                    "choose a pooling that gives one length, such as pooling=gap"
+                )
+        if ids is not None:
+            self._remember(arrays["ids"], epoch)
+        self._given = given
+        self._like = self._like or {name: array[:0].copy() for name, array in arrays.items()}
+        return arrays, attrs
+
+    def _names(self, ids: Any, n: int, epoch: Any) -> list[str]:
         if ids is None:
             names = [str(self.n_rows + i) for i in range(n)]
         else:
-            names = [str(name) for name in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+            names = [str(name) for name in _in_order(ids)]
             if len(names) != n:
-                raise DataError(f"batch() got {len(names)} ids for {n} samples; give one each")
-            if epoch is not None:
-                names = [f"{name}#{epoch}" for name in names]
-            for name in names:
-                if hash(name) in self._seen:
-                    again = "twice" if epoch is None else f"twice in epoch {epoch}"
-                    raise DataError(
-                        f"the sample {name[:60]!r} was recorded {again}; give ids that are "
-                        "unique, and epoch= where samples come again"
-                    )
-                self._seen.add(hash(name))
-        return store.encode_texts(names, what="the id", most_bytes=self._id_bytes).astype(
-            f"S{self._id_bytes}"
-        )
+                raise DataError(
+                    f"batch() got {len(names)} ids for {n} samples; give one each, or choose a "
+                    "layer that has one entry a sample"
+                )
+        return names if epoch is None else [f"{name}#{_whole(epoch)}" for name in names]
+
+    def _remember(self, ids: Array, epoch: Any) -> None:
+        """Note ids as they are stored.
+
+        Raises:
+            DataError: One was there before; then none is noted.
+        """
+        hashes: set[int] = set()
+        for name in ids.tolist():
+            if hash(name) in self._seen or hash(name) in hashes:
+                again = "twice" if epoch is None else f"twice in epoch {epoch}"
+                raise DataError(
+                    f"the sample {name.decode()[:60]!r} was recorded {again}; give ids that are "
+                    "unique, and epoch= where samples come again"
+                )
+            hashes.add(hash(name))
+        self._seen |= hashes
+
+    def _begin(self) -> None:
+        """Take the folder: nobody else records or extracts into it until :meth:`close`."""
+        self._held.enter_context(store.writing_lock(self.path))
+        _require_free(self.path, overwrite=self._overwrite)
+        if self.path.exists():
+            self._attrs[_REPLACES] = _file_id(self.path)
+        store.remove_parts(self.path)
+        store.discard_partial(self.path)
+        self._is_ours = True
 
     def _append(
         self, arrays: dict[str, Array], attrs: dict[str, Any], status: Array, bad: dict[int, str]
     ) -> None:
         """Into the part at hand, or the rest of it and the next one."""
+        if not self._is_ours:
+            self._begin()
         start, n = 0, len(status)
+        names = arrays["ids"].tolist()
         while start < n:
             if self._writer is None:
                 fields = [
                     Field(name, array.shape[1:], array.dtype, attrs.get(name, {}))
                     for name, array in arrays.items()
                 ]
+                self._part_start = self.n_rows
                 self._writer = store.create(
                     store.parts_folder(self.path) / f"{self._n_parts:05d}" / self.path.name,
                     ids=None,
@@ -203,57 +300,72 @@ class Recorder:
                         **self._attrs,
                         # A disk page of another recording is not taken for one of this.
                         "id": uuid.uuid4().hex,
-                        "first_row": self.n_rows + start,
+                        "first_row": self._part_start,
                     },
                     label_names=self._label_names,
                 )
                 self._n_parts += 1
-                self._done = 0
-            end = min(n, start + PART_ROWS - self._done)
-            for field in self._writer.fields:
-                array = arrays[field.name]
-                if array.shape[1:] != field.shape:
-                    raise DataError(
-                        f"{field.name} has shape {array.shape[1:]} and had {field.shape} before; "
-                        "choose a pooling that gives one length, such as pooling=gap"
-                    )
-            names = arrays["ids"].tolist()
+            done = self.n_rows - self._part_start
+            end = min(n, start + PART_ROWS - done)
             self._writer.append(
                 {name: array[start:end] for name, array in arrays.items()},
                 status=status[start:end],
                 reasons={
-                    self._done + i - start: (names[i].decode(), why)
+                    done + i - start: (names[i].decode(), why)
                     for i, why in bad.items()
                     if start <= i < end
                 },
             )
-            self._done += end - start
+            self.n_rows += end - start
             start = end
-            if self._done == PART_ROWS:
+            if self.n_rows - self._part_start == PART_ROWS:
                 self._writer.finish()
                 self._writer = None
 
     def close(self) -> None:
         """Take the hooks off and make what was recorded durable, without making the file."""
+        if self._pid != os.getpid():  # a process forked of the one that records
+            return
+        self._end = self._end or "the recorder is closed; make another with embedx.record"
         self._got.remove()
-        if self._writer is not None:
-            with contextlib.closing(self._writer) as writer:
-                writer.commit()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        with self._held:
+            if writer is None:
+                return
+            try:
+                with contextlib.closing(writer):
+                    writer.commit()
+            finally:
+                self.n_rows = self._part_start + writer.rows_done
 
     def finish(self) -> Embeddings:
         """Take the hooks off and make the file of all that was recorded.
 
         Raises:
-            DataError: Nothing was recorded.
+            DataError: Nothing was recorded, or the recording ended with an error.
             StoreError: No space; the recorded rows are kept.
         """
         self.close()
+        if self._failed:
+            raise DataError(self._end)
         if not self.n_rows:
             raise DataError(
                 "nothing was recorded: no forward pass was followed by recorder.batch()"
             )
         return join(self.path.parent)
+
+
+_OPEN: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without leaving its ``with`` block keeps its rows."""
+    for recorder in list(_OPEN):
+        try:
+            recorder.close()
+        except StoreError as error:
+            log.error("%s", error)
 
 
 @checked
@@ -291,7 +403,8 @@ def record(
         dtype: Of the stored numbers.
         label_names: Names that the labels count through.
         id_bytes: Longest id, in bytes of UTF-8.
-        overwrite: Replace what lies in ``out``.
+        overwrite: Replace what lies in ``out``: what was not finished with the first batch, a
+            whole file when the new one is whole.
 
     Returns:
         The recorder, for a ``with`` block.
@@ -299,23 +412,16 @@ def record(
     Raises:
         ConfigError: An argument is out of its range.
         LayerError: A layer is not there.
-        StoreError: ``out`` holds a file, or a recording that was not finished.
+        StoreError: ``out`` holds a file, or a recording or an extraction that was not finished.
+        InUseError: Another writes there.
     """
     if not 1 <= id_bytes <= store.ID_BYTES_MAX:
         raise ConfigError(f"id_bytes must be 1 to {store.ID_BYTES_MAX}, not {id_bytes}")
     resolved = hooks.resolve_points(model, points)
     poolings = per_point(pooling, n_points=len(resolved))
     path = Path(out) / store.EMBEDDINGS_NAME
-    if store.parts_folder(path).exists():
-        if not overwrite:
-            n_rows = sum(part.n_rows for part in _opened_parts(path))
-            raise StoreError(
-                f"{out} holds a recording of {n_rows:,} rows that was not finished; make a file "
-                f"of them with embedx.join({str(out)!r}), or start anew with overwrite=True"
-            )
-        _remove_parts(path)
-    if path.exists() and not overwrite:
-        raise StoreError(f"{path} is there already; choose another out, or pass overwrite=True")
+    store.require_idle(path)
+    _require_free(path, overwrite=overwrite)
     if model.training:
         log.warning(
             "%s is in train mode: what is recorded has its dropout and the statistics of its "
@@ -335,6 +441,7 @@ def record(
             "data": "a loop",
         },
         label_names=label_names,
+        overwrite=overwrite,
     )
 
 
@@ -350,14 +457,29 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
 
     Raises:
         InUseError: It is still being recorded.
-        StoreError: There is no recording, a part is missing or damaged, or there is no space; the
+        StoreError: There is no recording, it has no rows, a part is missing or damaged, ``out``
+            holds a file or an extraction that it is not to replace, or there is no space; the
             parts are kept until the file is whole.
     """
     path = Path(out) / store.EMBEDDINGS_NAME
-    _require_idle(path)
+    store.require_idle(path)
     parts = _opened_parts(path) if store.parts_folder(path).is_dir() else []
     if not parts:
         raise StoreError(f"{out} holds no recording; name the folder that was recorded into")
+    if not any(part.n_rows for part in parts):
+        raise StoreError(
+            f"{out} holds a recording of 0 rows: it was stopped before its first commit; record "
+            f"again, or remove {store.parts_folder(path)}"
+        )
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.checksums().tobytes())
+    file_id = digest.hexdigest()
+    replaced = _file_id(path) if path.exists() else None
+    if replaced == file_id:  # killed when it was whole, and the parts were not removed yet
+        store.remove_parts(path)
+        return store.open(path)
+    _require_replaceable(path, parts[0], file_id=file_id, replaced=replaced)
     ids = [name for part in parts for name in part.ids]
     metadata: dict[str, Any] = {
         name: np.concatenate([np.asarray(part.metadata[name]) for part in parts])
@@ -365,13 +487,6 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
     }
     if "epoch" in metadata:
         metadata = {"sample": [name.rpartition("#")[0] for name in ids], **metadata}
-    replaced = None
-    if path.exists():
-        with contextlib.suppress(StoreError):  # damaged: nothing can be known to be made of it
-            replaced = str(store.open(path).attrs["id"])
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.checksums().tobytes())
     known = ("model", "weights", "source", "data")
     points = list(parts[0].embeddings)
     fields = [
@@ -396,7 +511,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             path,
             ids=ids,
             fields=fields,
-            attrs={"id": digest.hexdigest(), **{key: parts[0].attrs[key] for key in known}},
+            attrs={"id": file_id, **{key: parts[0].attrs[key] for key in known}},
             labels=labels,
             label_names=names,
             metadata=metadata,
@@ -429,10 +544,11 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
                     },
                 )
             before += part.n_rows
-        if replaced is not None:
+        writer.require_own()
+        if replaced:
             store.remove_derived(path.parent, replaced)
         writer.finish()
-    _remove_parts(path)
+    store.remove_parts(path)
     opened = store.open(path)
     failed = int((opened.status == Status.FAILED).sum())
     log.info("wrote %s: %s rows, %s failed", path, f"{opened.n_rows:,}", f"{failed:,}")
@@ -459,44 +575,121 @@ def _opened_parts(path: Path) -> list[Embeddings]:
     return parts
 
 
-def _remove_parts(path: Path) -> None:
-    _require_idle(path)
-    shutil.rmtree(store.parts_folder(path), ignore_errors=True)
+def _file_id(path: Path) -> str:
+    """The id of a file; "" of one that is damaged: nothing can be known to be made of it."""
+    try:
+        return str(store.Embeddings(path).attrs["id"])
+    except StoreError:
+        return ""
 
 
-def _require_idle(path: Path) -> None:
-    for part in sorted(store.parts_folder(path).glob(f"*/{store.partial_path(path).name}")):
-        # The lock of its writer says whether it is still being recorded.
-        try:
-            writer = store.resume(part.with_name(path.name))
-        except InUseError:
-            raise
-        except StoreError:  # damaged: nobody writes it
-            continue
-        if writer is not None:
-            writer.close()
+def _require_free(path: Path, *, overwrite: bool) -> None:
+    """Raise StoreError if there is what was not asked to be replaced."""
+    if overwrite:
+        return
+    out = str(path.parent)
+    if store.parts_folder(path).exists() and (n := sum(p.n_rows for p in _opened_parts(path))):
+        raise StoreError(
+            f"{out} holds a recording of {n:,} rows that was not finished; make a file of them "
+            f"with embedx.join({out!r}), or start anew with overwrite=True"
+        )
+    for there in (path, store.partial_path(path)):
+        if there.exists():
+            raise StoreError(
+                f"{there} is there already; choose another out, or pass overwrite=True"
+            )
 
 
-def _numbers(name: str, values: Any, n: int) -> Array:
-    """One number a sample, in the type that is stored."""
-    plain = name.removeprefix("metadata/")
+def _require_replaceable(
+    path: Path, part: Embeddings, *, file_id: str, replaced: str | None
+) -> None:
+    """Raise StoreError if joining would replace what the recording was not told to replace."""
+    for there, other in (
+        (path, replaced is not None and part.attrs.get(_REPLACES) != replaced),
+        (store.partial_path(path), _file_id(store.partial_path(path)) != file_id),
+    ):
+        if other and there.exists():
+            raise StoreError(
+                f"{there} was not there when the recording began, and joining would replace it; "
+                f"move it elsewhere, or remove {store.parts_folder(path)}"
+            )
+
+
+def _in_order(ids: Any) -> list[Any]:
+    if isinstance(ids, (Mapping, Set, str, bytes)):
+        raise DataError(
+            f"ids is a {type(ids).__name__}, which has no entry a sample in order; give a list, "
+            "one a sample"
+        )
+    if getattr(ids, "ndim", 1) != 1:
+        raise DataError(f"ids have shape {tuple(ids.shape)}; give one number or text a sample")
+    try:
+        return list(ids.tolist() if hasattr(ids, "tolist") else ids)
+    except TypeError:
+        raise DataError(f"ids is a {type(ids).__name__}; give a list, one a sample") from None
+
+
+def _whole(epoch: Any) -> int:
+    try:
+        number = operator.index(epoch)
+    except TypeError:
+        raise DataError(f"epoch must be a whole number, not {epoch!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise DataError(f"epoch must lie between -2**63 and 2**63, and is {number}")
+    return number
+
+
+def _column_path(name: str, *, with_epoch: bool) -> str:
+    is_text = name.isprintable() and name.encode("utf-8", "replace").decode() == name
+    if not name or not is_text:
+        raise DataError(f"a column cannot be called {name!r}; choose another name")
+    if name == "sample" and with_epoch:
+        raise DataError("the column sample is made of ids= and epoch=; choose another name")
+    return store.column_name(name)
+
+
+def _array(name: str, values: Any, n: int) -> Array:
+    """One number a sample."""
     array = values.detach().cpu() if isinstance(values, Tensor) else values
     array = np.asarray(array.float() if isinstance(array, Tensor) and _is_half(array) else array)
     if array.shape != (n,):
+        raise DataError(f"{name} has shape {array.shape} for {n} samples; give one number a sample")
+    if n and array.dtype.kind == "u" and array.max() >= 2**63:
+        raise DataError(f"{name} must be less than 2**63, and is {array.max()}")
+    return array
+
+
+def _labels(values: Any, n: int, *, n_names: int) -> Array:
+    array = _array("labels", values, n)
+    is_whole = array.dtype.kind in "iu"
+    if not is_whole or (n and not (array.min() >= -1 and array.max() < 2**31)):
         raise DataError(
-            f"{plain} has shape {array.shape} for {n} samples; give one number a sample"
+            "labels must be whole numbers, -1 for none; give those, and label_names= their names"
         )
-    if name == "labels":
-        is_whole = array.dtype.kind in "iu"
-        if not is_whole or (n and not (array.min() >= -1 and array.max() < 2**31)):
-            raise DataError(
-                "labels must be whole numbers, -1 for none; give those, and label_names= their "
-                "names"
-            )
-        return array.astype(np.int32)
+    if n_names and n and array.max() >= n_names:
+        raise DataError(
+            f"the label {array.max()} has no name: label_names has {n_names}, for 0 to "
+            f"{n_names - 1}"
+        )
+    return array.astype(np.int32)
+
+
+def _numbers(name: str, values: Any, n: int, *, like: Array | None) -> Array:
+    """A column in the type that is stored: whole numbers or floats, as in the first batch."""
+    array = _array(name, values, n)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{plain} must be numbers, one a sample")
-    return array.astype(np.int64 if array.dtype.kind in "iub" else np.float64)
+        raise DataError(f"{name} must be numbers, one a sample")
+    dtype = np.dtype(np.float64 if array.dtype.kind == "f" else np.int64)
+    if like is not None and dtype != like.dtype:
+        stored = array.astype(like.dtype)
+        if dtype == np.float64 or not np.array_equal(stored.astype(dtype), array):
+            words = {"f": "fractions", "i": "whole numbers"}
+            raise DataError(
+                f"{name} has {words[dtype.kind]} here and had {words[like.dtype.kind]} in the "
+                f"first batch; give {words['f']} with every batch: {name}=[0.0, ...]"
+            )
+        return stored
+    return array.astype(dtype)
 
 
 def _is_half(tensor: Tensor) -> bool:
@@ -504,4 +697,4 @@ def _is_half(tensor: Tensor) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name.removeprefix("metadata/") for name in names) or "no columns"
+    return ", ".join(names) or "no columns"

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from embedx import hooks, pooling, store
@@ -76,6 +75,11 @@ class Rows:
             log.info("pooling of %s: %s, from (n, %s)", point.name, name, shape)
         self._shapes[point.name] = tuple(activation.shape[1:])
 
+    @property
+    def other_sizes(self) -> set[int]:
+        """Sizes of the axes of the activations, less the first."""
+        return {size for shape in self._shapes.values() for size in shape}
+
     def arrays(
         self, got: Mapping[str, Tensor], *, n: int
     ) -> tuple[dict[str, Array], dict[str, dict[str, Any]]]:
@@ -91,7 +95,7 @@ class Rows:
 
         Raises:
             LayerError: A point did not fire, or its layer ran twice.
-            ShapeError: A tensor is of another shape, or complex.
+            ShapeError: A tensor is of another shape, complex, or of too large whole numbers.
         """
         arrays: dict[str, Array] = {}
         attrs: dict[str, dict[str, Any]] = {}
@@ -104,14 +108,21 @@ class Rows:
                     f"layer {point.name} gives {tuple(rows.shape)} for {n} samples after pooling; "
                     "choose a layer with one entry a sample"
                 )
-            rows = rows.float()
+            if not rows.shape[1]:
+                raise ShapeError(f"layer {point.name} gives rows of no numbers; choose another")
+            if not rows.is_floating_point() and (rows.float().to(rows.dtype) != rows).any():
+                raise ShapeError(
+                    f"layer {point.name} gives whole numbers above 2**24, which float32 does not "
+                    "hold; choose another layer"
+                )
+            values = rows.float().cpu().numpy()
             if self._normalize:
-                rows = torch.nn.functional.normalize(rows, dim=1)
+                values = _of_length_one(values)
             field = store.embeddings_field(
                 point.name, n_features=rows.shape[1], dtype=self._dtype, attrs={}
             )
             with np.errstate(over="ignore"):  # overflow makes the row a failed one
-                arrays[field.name] = rows.cpu().numpy().astype(self._dtype, copy=False)
+                arrays[field.name] = values.astype(self._dtype, copy=False)
             attrs[field.name] = {
                 "layer": point.layer,
                 "what": point.what,
@@ -120,6 +131,15 @@ class Rows:
                 "activation_shape": list(self._shapes[point.name]),
             }
         return arrays, attrs
+
+
+def _of_length_one(rows: Array) -> Array:
+    """Rows over their lengths, which in float32 would overflow or vanish when squared."""
+    wide = rows.astype(np.float64)
+    lengths = np.sqrt(np.square(wide).sum(axis=1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # Inf over Inf makes the row a failed one
+        wide /= np.where(lengths == 0, 1, lengths)
+    return wide.astype(np.float32)
 
 
 def not_finite(arrays: Mapping[str, Array]) -> dict[int, str]:

@@ -4,6 +4,7 @@ An embeddings file is an ordinary HDF5 file whose skeleton (every dataset at its
 contiguous, unfiltered) is made by h5py in memory; HDF5 never writes to the disk: rows go in by
 ``pwrite`` at known offsets, and two alternating commit records, each on a page of its own, say how
 many of them count. A crash therefore can tear at most what no record has claimed yet.
+All that is not rows is guarded by a checksum behind the end of what HDF5 sees of the file.
 ``docs/format.md`` specifies the layout; this is the only module that imports h5py.
 """
 
@@ -22,6 +23,7 @@ import socket
 import stat
 import struct
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +48,8 @@ log = logging.getLogger("embedx")
 
 EMBEDDINGS_FORMAT = "embedx-embeddings"
 PROJECTION_FORMAT = "embedx-projection"
+FINDINGS_FORMAT = "embedx-findings"
+NEIGHBORS_FORMAT = "embedx-neighbors"
 FORMAT_VERSION = 1
 EMBEDDINGS_NAME = "embeddings.h5"
 ID_BYTES_MAX = 1024
@@ -57,6 +61,11 @@ COMMIT_S = 2.0
 _RECORD = struct.Struct("<8sQQQI16s")  # magic, sequence, rows done, rows before, state, run
 _MAGIC = b"EMBXCMT1"
 _RUNNING, _COMPLETE = 1, 2
+
+_REGION = struct.Struct("<QQ")  # offset and length of what changes while rows are written
+_FOOTER = struct.Struct("<QI")  # how many regions go before it, CRC-32 of all bytes outside them
+_FOOTER_MAGIC = b"EMBXFTR1"
+_FOOTER_BYTES = _FOOTER.size + 4 + len(_FOOTER_MAGIC)
 
 
 class Status(IntEnum):
@@ -137,7 +146,7 @@ class DiskIO:
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there, for good: it does not come back after a power cut."""
-        if path.exists():
+        if os.path.lexists(path):
             path.unlink()
             self.sync_folder(path.parent)
 
@@ -153,7 +162,7 @@ class DiskIO:
             raise
         return made
 
-    def write_all(self, fd: int, data: Array | bytes, offset: int) -> None:
+    def write_all(self, fd: int, data: Array | bytes | memoryview, offset: int) -> None:
         """Write all of ``data``, going on after short writes."""
         if isinstance(data, np.ndarray):
             view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
@@ -169,7 +178,46 @@ class DiskIO:
 _DISK = DiskIO()
 
 
-def replace_file(path: Path, data: bytes, *, disk: DiskIO = _DISK) -> Path:
+def _temporary(path: Path) -> tuple[int, Path]:
+    """A new file beside ``path`` that no other process or thread has, opened for writing."""
+    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.fchmod(fd, 0o666 & ~_umask())
+    return fd, Path(name)
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Open a file to write into it in place, and never through a link to a file of another's.
+
+    Raises:
+        StoreError: It is a link, has a second name, or is no plain file.
+    """
+    fd = -1
+    refused = (errno.ELOOP, errno.EMLINK, errno.EISDIR)
+    try:
+        fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        about = os.fstat(fd)
+        if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1:
+            return fd
+    except OSError as error:
+        if error.errno not in refused:
+            raise
+    if fd >= 0:
+        os.close(fd)
+    raise StoreError(
+        f"{path} is a link, has a second name (a hard link), or is no plain file, and is not "
+        "written to; remove it"
+    )
+
+
+def _is_name_of(path: Path, opened: os.stat_result) -> bool:
+    """Whether a name is still that of a file that was opened."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), opened)
+    except OSError:
+        return False
+
+
+def replace_file(path: Path, data: bytes | memoryview, *, disk: DiskIO = _DISK) -> Path:
     """Put ``data`` under ``path`` whole or not at all.
 
     Raises:
@@ -179,10 +227,8 @@ def replace_file(path: Path, data: bytes, *, disk: DiskIO = _DISK) -> Path:
     tmp: Path | None = None
     try:
         disk.make_folder(path.parent)
-        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        tmp = Path(name)
+        fd, tmp = _temporary(path)
         try:
-            os.fchmod(fd, 0o666 & ~_umask())
             disk.write_all(fd, data, 0)
             disk.sync(fd)
         finally:
@@ -273,6 +319,11 @@ def _plain_name(name: str) -> str:
     return name.replace("%2E", ".").replace("%2F", "/").replace("%25", "%")
 
 
+def column_name(name: str) -> str:
+    """The path of a column of metadata in the file."""
+    return f"metadata/{_safe_name(name)}"
+
+
 def embeddings_field(
     point: str, *, n_features: int, dtype: np.dtype[Any], attrs: Mapping[str, Any]
 ) -> Field:
@@ -283,6 +334,10 @@ def embeddings_field(
 # --------------------------------------------------------------------------- locking
 
 
+_THIS_PROCESS = "this process"
+_WAIT_S = 0.1
+
+
 class _Lock:
     """An advisory lock that dies with its process and is not inherited by forked workers.
 
@@ -290,13 +345,22 @@ class _Lock:
     """
 
     held: ClassVar[set[Path]] = set()
+    _turn: ClassVar[threading.Lock] = threading.Lock()  # closing any file of it ends the lock
 
     def __init__(self, target: Path) -> None:
         self.path = target.with_name(target.name + ".lock")
         self._target = target
         self._fd = -1
+        self._pid = os.getpid()
 
     def acquire(self) -> None:
+        if owner := self.take():
+            is_ours = owner == _THIS_PROCESS
+            mend = "close it first" if is_ours else "wait for it, or choose another name=..."
+            raise InUseError(f"{self._target} is being written by {owner}; {mend}")
+
+    def take(self) -> str:
+        """Take the lock, or say who has it."""
         try:
             import fcntl
         except ImportError:
@@ -304,10 +368,15 @@ class _Lock:
                 f"cannot write {self._target}: on Windows embedx reads files only; write them on "
                 "Linux or macOS, or under WSL"
             ) from None
-        if self.path.resolve() in self.held:
-            raise InUseError(f"{self._target} is being written by this process; close it first")
+        with self._turn:
+            return self._take(fcntl)
+
+    def _take(self, fcntl: Any) -> str:
+        key = self.path.parent.resolve() / self.path.name
+        if key in self.held:
+            return _THIS_PROCESS
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            fd = _open_own(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -315,28 +384,89 @@ class _Lock:
                 os.close(fd)
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
-                raise InUseError(
-                    f"{self._target} is being written by {owner or 'another process'}; "
-                    "wait for it, or choose another name=..."
-                ) from None
+                return owner or "another process"
             # The owner removes the file when it is done: only a lock on the present file counts.
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(self.path).st_ino == os.fstat(fd).st_ino:
-                    break
+            about = os.fstat(fd)
+            if _is_name_of(self.path, about):
+                break
             os.close(fd)
         with contextlib.suppress(OSError):  # a full disk: it holds all the same
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._fd = fd
-        self.held.add(self.path.resolve())
+        self._about = about
+        self._key = key
+        self.held.add(key)
+        return ""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the lock still keeps others out: one that is removed by hand lets them in."""
+        return self._fd >= 0 and _is_name_of(self.path, self._about)
 
     def release(self) -> None:
-        if self._fd >= 0:
-            self.held.discard(self.path.resolve())
-            with contextlib.suppress(OSError):  # a disk gone read-only: the lock ends all the same
-                self.path.unlink()
+        with self._turn:
+            if self._fd < 0:
+                return
+            self.held.discard(self._key)
+            # Not that of another who took it meanwhile, nor that of the process we were forked of.
+            if self._pid == os.getpid() and self.is_held:
+                with contextlib.suppress(OSError):  # a disk gone read-only: it ends all the same
+                    self.path.unlink()
             os.close(self._fd)
             self._fd = -1
+
+
+@contextlib.contextmanager
+def writing_lock(target: Path) -> Iterator[None]:
+    """Hold the lock of a file that is to be written; its folder is made where it is missing.
+
+    Raises:
+        InUseError: Another has it.
+        StoreError: The folder cannot be written.
+    """
+    lock = _Lock(target)
+    try:
+        _DISK.make_folder(target.parent)
+        lock.acquire()
+    except OSError as error:
+        raise _disk_error(error, lock.path, 0) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def require_idle(target: Path) -> None:
+    """Raise InUseError if another writes a file."""
+    lock = _Lock(target)
+    if os.path.lexists(lock.path):
+        with writing_lock(target):
+            pass
+
+
+@contextlib.contextmanager
+def waiting_lock(target: Path, *, work: str) -> Iterator[None]:
+    """Hold the lock of a file that is to be written; whoever has it is waited for.
+
+    Args:
+        target: The file.
+        work: What the holder does, for the log line.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    lock = _Lock(target)
+    said = False
+    while owner := lock.take():
+        if not said:
+            log.info("waiting for %s, which %s", owner, work)
+        said = True
+        time.sleep(_WAIT_S)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 # --------------------------------------------------------------------------- commit records
@@ -414,6 +544,48 @@ def _bad_rows(row_maps: Sequence[Array], rows: slice) -> list[int]:
     return bad
 
 
+def _crc_outside(fd: int, size: int, regions: Sequence[tuple[int, int]]) -> int:
+    """CRC-32 of the first ``size`` bytes of a file but for those of regions (offset, length)."""
+    checksum, at = 0, 0
+    for offset, length in [*regions, (size, 0)]:
+        while at < offset:
+            data = os.pread(fd, min(2**20, offset - at), at)
+            if not data:
+                raise OSError(errno.EIO, "the file ends too early")
+            checksum = zlib.crc32(data, checksum)
+            at += len(data)
+        at = offset + length
+    return checksum
+
+
+def _footer(checksum: int, regions: Sequence[tuple[int, int]]) -> bytes:
+    body = b"".join(_REGION.pack(*region) for region in regions)
+    body += _FOOTER.pack(len(regions), checksum)
+    return body + struct.pack("<I", zlib.crc32(body)) + _FOOTER_MAGIC
+
+
+def _is_as_laid_out(fd: int) -> bool:
+    """Whether all that is not rows is as it was written; true of a file that has no footer.
+
+    HDF5 trusts what it parses: a changed byte in it can end the process.
+    """
+    size = os.fstat(fd).st_size
+    end = os.pread(fd, _FOOTER_BYTES, max(0, size - _FOOTER_BYTES))
+    if end[-len(_FOOTER_MAGIC) :] != _FOOTER_MAGIC or len(end) < _FOOTER_BYTES:
+        return True
+    n_regions, checksum = _FOOTER.unpack_from(end)
+    size -= _FOOTER_BYTES + n_regions * _REGION.size
+    if size < 0:
+        return False
+    body = os.pread(fd, n_regions * _REGION.size, size)
+    regions = list(_REGION.iter_unpack(body))
+    ends = [0, *(offset + length for offset, length in regions)]
+    starts = [*(offset for offset, _ in regions), size]
+    if any(start < end for start, end in zip(starts, ends, strict=True)):
+        return False
+    return _footer(checksum, regions) == body + end and checksum == _crc_outside(fd, size, regions)
+
+
 # --------------------------------------------------------------------------- writing
 
 
@@ -421,8 +593,9 @@ class Writer:
     """Streams rows, in order, into one embeddings file.
 
     Made by :func:`create` or :func:`resume`; ``rows_done`` says how many rows are durable. Waiting
-    for the disk is left to a thread, one commit at a time. After any error from the disk the
-    writer refuses further work: open it again with :func:`resume`.
+    for the disk is left to a thread, one commit at a time; where no rows follow, a timer commits.
+    After any error from the disk, or where another took the lock or the file's name, the writer
+    refuses further work: open it again with :func:`resume`.
 
     Attributes:
         path: The final name; until :meth:`finish` the file is ``<path>.partial``.
@@ -460,7 +633,11 @@ class Writer:
         self._committed_at = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedx-commit")
         self._committing: tuple[_Record, Future[None]] | None = None
-        self._fd = os.open(partial_path(path), os.O_RDWR)
+        self._mutex = threading.RLock()  # the timer comes from a thread of its own
+        self._timer: threading.Timer | None = None
+        self._late: StoreError | None = None  # what failed in the timer, for the next call
+        self._fd = _open_own(partial_path(path), os.O_RDWR)
+        self._about = os.fstat(self._fd)
 
     def append(
         self,
@@ -478,8 +655,19 @@ class Writer:
 
         Raises:
             StoreError: The disk refused; nothing that was committed is lost.
+            InUseError: Another process took over the file.
             ValueError: Shapes or types do not fit the fields, or there are too many rows.
         """
+        with self._mutex:
+            self._append(rows, status=status, reasons=reasons or {})
+
+    def _append(
+        self,
+        rows: Mapping[str, Array],
+        *,
+        status: Array,
+        reasons: Mapping[int, tuple[str, str]],
+    ) -> None:
         if not len(status):
             return
         start, stop = self._written, self._written + len(status)
@@ -497,11 +685,12 @@ class Writer:
         status = status.astype(np.uint8)
         checksums = _row_checksums(status, parts)
         with self._fatal():
+            self._require_lock()
             for field, part in zip(self.fields, parts, strict=True):
                 self._put(field.name, part, start, field.row_bytes)
             self._put("row_crc32", checksums, start, 4)
             self._put("status", status, start, 1)
-        for row, (sample_id, reason) in sorted((reasons or {}).items()):
+        for row, (sample_id, reason) in sorted(reasons.items()):
             self._reasons.append({"row": row, "id": sample_id, "reason": reason})
         self._written = stop
         self.n_failed += int((status == Status.FAILED).sum())
@@ -513,15 +702,19 @@ class Writer:
             or time.monotonic() - self._committed_at >= COMMIT_S
         ):
             self._begin_commit(_RUNNING)
+        else:
+            self._commit_later(COMMIT_S)
 
     def commit(self) -> None:
         """Make every appended row durable, then say so in a commit record.
 
         Raises:
             StoreError: The disk refused; the rows of earlier commits stand.
+            InUseError: Another process took over the file.
         """
-        self._begin_commit(_RUNNING)
-        self._settle()
+        with self._mutex:
+            self._begin_commit(_RUNNING)
+            self._settle()
 
     def finish(self) -> Path:
         """Commit the last rows, mark the file complete and give it its final name.
@@ -531,7 +724,12 @@ class Writer:
 
         Raises:
             StoreError: The disk refused; run again to go on.
+            InUseError: Another process took over the file.
         """
+        with self._mutex:
+            return self._finish()
+
+    def _finish(self) -> Path:
         if self._written != self.n_rows:
             raise ValueError(f"{self._written} of {self.n_rows} rows were appended")
         self._begin_commit(_COMPLETE)
@@ -542,6 +740,7 @@ class Writer:
             for last in (self._sequence + 1, self._sequence):
                 number = 2 - last % 2  # as odd or even as the one that it follows in its slot
                 self._put_record(_Record(number, self.n_rows, 0, _COMPLETE, self._run))
+            self._require_own()
             # The file takes its name last: whatever stops us before, the next run comes by again.
             if not self.n_failed:
                 self._disk.remove(errors_path(self.path))
@@ -553,19 +752,48 @@ class Writer:
 
     def discard(self) -> None:
         """Take the unfinished file away: it holds nothing worth going on with."""
-        self._thread.shutdown()
-        with self._fatal():
-            for file in (partial_path(self.path), _running_errors_path(self.path)):
-                file.unlink(missing_ok=True)
-        self.close()
+        with self._mutex:
+            self._thread.shutdown()
+            with self._fatal():
+                self._require_own()
+                _discard_partial(self.path)
+            self.close()
 
     def close(self) -> None:
         """Let go of the file and its lock. Rows after the last commit are not kept."""
-        self._thread.shutdown()  # it may be at work on the file
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._lock.release()
+        with self._mutex:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._thread.shutdown()  # it may be at work on the file
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+                self._lock.release()
+
+    def require_own(self) -> None:
+        """Make sure that nobody took over, before anything else in the folder is written.
+
+        Raises:
+            InUseError: The lock or the unfinished file was removed or replaced.
+        """
+        with self._mutex, self._fatal():
+            self._require_own()
+
+    def _require_lock(self) -> None:
+        if not self._lock.is_held:
+            self._refuse(self._lock.path)
+
+    def _require_own(self) -> None:
+        self._require_lock()
+        if not _is_name_of(partial_path(self.path), self._about):
+            self._refuse(partial_path(self.path))
+
+    def _refuse(self, gone: Path) -> None:
+        raise InUseError(
+            f"{gone} was removed or replaced while {self.path} was being written, so that another "
+            "may write it too; this one stopped: run the same command again to go on with what is "
+            "there"
+        )
 
     def _put(self, name: str, data: Array, row: int, row_bytes: int) -> None:
         self._disk.write_all(self._fd, data, self._offsets[name] + row * row_bytes)
@@ -580,16 +808,48 @@ class Writer:
             return
         record = _Record(self._sequence + 1, self._written, self.rows_done, state, self._run)
         with self._fatal():
-            self._committing = record, self._thread.submit(self._commit, record, self._reasons)
+            self._committing = record, self._submitted(record, self._reasons)
         self._reasons = []
         self._uncommitted_bytes = 0
         self._committed_at = time.monotonic()
 
+    def _submitted(self, record: _Record, reasons: list[dict[str, Any]]) -> "Future[None]":
+        try:
+            return self._thread.submit(self._commit, record, reasons)
+        except RuntimeError:  # the interpreter is about to end: its threads take no more work
+            self._commit(record, reasons)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
     def _commit(self, record: _Record, reasons: Sequence[Mapping[str, Any]]) -> None:
+        self._require_own()
         if reasons:
             _append_reasons(self.path, reasons, self._disk)
         self._disk.sync(self._fd)  # the rows come first: a record must never run ahead of them
+        self._require_own()
         self._put_record(record)
+
+    def _commit_later(self, after_s: float) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(after_s, self._commit_idle)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _commit_idle(self) -> None:
+        """Commit the rows that nothing has followed for a while."""
+        with self._mutex:
+            self._timer = None
+            if self._fd < 0:
+                return
+            left_s = self._committed_at + COMMIT_S - time.monotonic()
+            if left_s > 0:  # a commit came between
+                self._commit_later(left_s)
+                return
+            try:
+                self._begin_commit(_RUNNING)
+            except StoreError as error:
+                self._late = error
 
     def _settle(self) -> None:
         """Wait for the commit that is under way."""
@@ -605,10 +865,16 @@ class Writer:
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:
         """After a failed write or sync the state of the page cache is unknown: never go on."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            raise late
         if self._fd < 0:
             raise StoreError(f"the writer of {self.path} is closed; open it again to go on")
         try:
             yield
+        except StoreError:
+            self.close()
+            raise
         except OSError as error:
             rows_done = self.rows_done
             self.close()
@@ -645,17 +911,39 @@ def remove_derived(folder: Path, file_id: str) -> None:
         with contextlib.suppress(StoreError):
             if open_projection(file).attrs["parent"] == file_id:
                 file.unlink()
+    for file in sorted(folder.glob("neighbors-*.h5")):
+        with contextlib.suppress(StoreError):
+            if read_arrays(file, format=NEIGHBORS_FORMAT)[0]["parent"] == file_id:
+                file.unlink()
     scores = folder / "scores.json"
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
             scores.unlink()
-    for picture in [*folder.glob("map-*.png"), *folder.glob("maps*.png")]:
+    pictures = [
+        path for kind in ("map-", "maps", "variance-") for path in folder.glob(f"{kind}*.png")
+    ]
+    for picture in pictures:
         with contextlib.suppress(OSError), picture.open("rb") as opened:
             if PICTURE_MARK in opened.read(4096):
                 picture.unlink()
+    for findings in sorted((folder / "neighbors").glob("*.json")):
+        if findings_parent(findings) == file_id:
+            for suffix in (".csv", ".png", ".json"):
+                findings.with_suffix(suffix).unlink(missing_ok=True)
     remove_export(folder / "projector")
-    with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
-        (folder / "projections").rmdir()
+    for name in ("projections", "neighbors"):
+        with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
+            (folder / name).rmdir()
+
+
+def findings_parent(path: Path) -> str | None:
+    """The id of the embeddings that a table of findings is of; None where it is no such table."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_ours = isinstance(document, dict) and document.get("format") == FINDINGS_FORMAT
+    return str(document.get("parent")) if is_ours else None
 
 
 def partial_path(path: Path) -> Path:
@@ -663,9 +951,57 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
+def _discard_partial(path: Path) -> None:
+    for file in (partial_path(path), _running_errors_path(path)):
+        file.unlink(missing_ok=True)
+
+
+def discard_partial(path: Path) -> None:
+    """Remove what an interrupted run left of ``path``; the lock must be ours.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    try:
+        _discard_partial(path)
+    except OSError as error:
+        raise _disk_error(error, path, 0) from error
+
+
 def parts_folder(path: Path) -> Path:
     """Where the parts of a recording lie until they are joined."""
     return path.with_name(path.name + ".parts")
+
+
+def remove_parts(path: Path, *, disk: DiskIO = _DISK) -> None:
+    """Remove the parts of a recording: none of them, or all at once.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    doomed = _doomed_parts(path)
+    shutil.rmtree(doomed, ignore_errors=True)
+    if parts_folder(path).exists():
+        # Some of the parts would look like a shorter recording.
+        try:
+            disk.rename(parts_folder(path), doomed)
+        except OSError as error:
+            raise _disk_error(error, path, 0) from error
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _doomed_parts(path: Path) -> Path:
+    return path.with_name(f".{path.name}.parts.tmp")
+
+
+def require_no_parts(path: Path) -> None:
+    """Raise StoreError if a recording that was not finished lies where ``path`` is to be."""
+    if parts_folder(path).is_dir():
+        folder = str(path.parent)
+        raise StoreError(
+            f"{folder} holds a recording that was not finished; make a file of it with "
+            f"embedx.join({folder!r}), choose another out, or replace it with overwrite=true"
+        )
 
 
 def errors_path(path: Path) -> Path:
@@ -676,7 +1012,7 @@ def errors_path(path: Path) -> Path:
 def _append_reasons(path: Path, reasons: Sequence[Mapping[str, Any]], disk: DiskIO) -> None:
     listing = _running_errors_path(path)
     is_new = not listing.exists()
-    fd = os.open(listing, os.O_WRONLY | os.O_CREAT, 0o666)
+    fd = _open_own(listing, os.O_RDWR | os.O_CREAT)
     try:
         disk.write_all(fd, _reason_lines(reasons), os.fstat(fd).st_size)
         disk.sync(fd)
@@ -696,8 +1032,14 @@ def _running_errors_path(path: Path) -> Path:
     return errors_path(path).with_name("errors.jsonl.partial")
 
 
-def read_reasons(path: Path) -> list[dict[str, Any]]:
-    """The failed rows of the latest run: dicts of ``row``, ``id`` and ``reason``."""
+def read_reasons(path: Path, *, ids: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
+    """The failed rows of the latest run: dicts of ``row``, ``id`` and ``reason``.
+
+    Args:
+        path: The file of embeddings that they are listed beside.
+        ids: The rows of the file that failed, with their ids: a line that says otherwise is none
+            of ours. None takes every line.
+    """
     listing = _running_errors_path(path)
     if not listing.exists():
         listing = errors_path(path)
@@ -706,10 +1048,12 @@ def read_reasons(path: Path) -> list[dict[str, Any]]:
     reasons: dict[int, dict[str, Any]] = {}
     for line in listing.read_bytes().split(b"\n"):
         # A line torn by a crash is written again by the run that goes on.
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             reason = json.loads(line)
-            row, name, why = int(reason["row"]), str(reason["id"]), str(reason["reason"])
-            reasons[row] = {"row": row, "id": name, "reason": why}
+            row, name, why = reason["row"], str(reason["id"]), str(reason["reason"])
+            is_own = ids is None or stored_texts([name]) == [ids.get(row)]
+            if type(row) is int and is_own:
+                reasons[row] = {"row": row, "id": name, "reason": why}
     return [reasons[row] for row in sorted(reasons)]
 
 
@@ -771,11 +1115,16 @@ def create(
         columns["label_names"] = encode_texts(label_names, what="the label")
     for name, column in (metadata or {}).items():
         array = np.asarray(column)
+        if array.dtype.kind not in "UOSbfiu" or array.ndim != 1:
+            raise StoreError(
+                f"the column {name} has shape {array.shape} and type {array.dtype}; give numbers "
+                "or texts, one a row"
+            )
         if array.dtype.kind in "UO":
             array = encode_texts([str(v) for v in column], what=f"{name}:", most_bytes=65_536)
         elif array.dtype.kind == "b":
             array = array.astype(np.uint8)
-        columns[f"metadata/{_safe_name(name)}"] = array
+        columns[column_name(name)] = array
     streamed = {f.name: ((n_rows, *f.shape), f.dtype) for f in fields}
     streamed["row_crc32"] = ((n_rows,), np.dtype("<u4"))
     streamed["status"] = ((n_rows,), np.dtype("u1"))
@@ -789,9 +1138,15 @@ def create(
     }
     layout = {name: (column.shape, column.dtype) for name, column in columns.items()} | streamed
     skeleton, offsets = _lay_out(layout, root=root, attrs={f.name: f.attrs for f in fields})
+    regions = [
+        (offsets[name], math.prod(shape) * dtype.itemsize)
+        for name, (shape, dtype) in streamed.items()
+        if math.prod(shape) * dtype.itemsize
+    ]
+    regions.sort()
 
     lock = _Lock(path)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tmp: Path | None = None
     made: list[Path] = []
     try:
         made = disk.make_folder(path.parent)
@@ -800,16 +1155,21 @@ def create(
             raise StoreError(f"{path} exists already; pass overwrite=true to replace it")
         if partial_path(path).exists() and not replace:
             raise InUseError(f"another process began {path} meanwhile; run again to go on with it")
+        if not replace:
+            require_no_parts(path)
         _sweep(path)
         run = _run_bytes(str(attrs["id"]))
         first = _Record(1, 0, 0, _RUNNING, run)
-        fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        n_bytes = skeleton.size + len(_footer(0, regions))
+        fd, tmp = _temporary(path)
         try:
-            disk.allocate(fd, skeleton.size)  # a full disk shows here
+            disk.allocate(fd, n_bytes)  # a full disk shows here
             for page, data in sorted(skeleton.pages.items()):
                 disk.write_all(fd, bytes(data[: skeleton.size - page]), page)
             for name, column in columns.items():
                 disk.write_all(fd, column, offsets[name])
+            checksum = _crc_outside(fd, skeleton.size, regions)
+            disk.write_all(fd, _footer(checksum, regions), skeleton.size)
             disk.write_all(fd, first.pack(), offsets["commit"] + first.place)
             disk.sync(fd)
         finally:
@@ -829,7 +1189,7 @@ def create(
         )
     except BaseException as error:
         lock.release()
-        _remove_quietly(tmp, *made)  # a refused run leaves nothing behind
+        _remove_quietly(*([tmp] if tmp else []), *made)  # a refused run leaves nothing behind
         if isinstance(error, OSError):
             raise _disk_error(error, path, skeleton.size) from error
         raise
@@ -839,6 +1199,7 @@ def _sweep(path: Path) -> None:
     """Remove temporary files of a process that was killed: the lock is ours."""
     for name in (path.name, errors_path(path).name, "errors.jsonl.partial", "config.yaml"):
         _remove_quietly(*path.parent.glob(f".{name}.*.tmp"))
+    shutil.rmtree(_doomed_parts(path), ignore_errors=True)
 
 
 def _remove_quietly(*paths: Path) -> None:
@@ -976,19 +1337,20 @@ def resume(
                 raise StoreError(
                     f"{partial} holds no valid commit record; start anew with overwrite=true"
                 )
-            last = slice(newest.rows_before, newest.rows_done)
-            if bad := _bad_rows(skeleton.row_maps(fields), last):
+            # All of them: what is read back is quick beside what it took to make it.
+            if bad := _bad_rows(skeleton.row_maps(fields), slice(0, newest.rows_done)):
                 raise StoreError(
-                    f"{partial}: row {bad[0]} of the last commit does not match its checksum; "
-                    "start anew with overwrite=true"
+                    f"{partial}: row {bad[0]} does not match its checksum; start anew with "
+                    "overwrite=true"
                 )
-            status = np.array(skeleton.map("status")[: newest.rows_done])
+            status = skeleton.map("status")[: newest.rows_done]
+            failed = np.flatnonzero(status == Status.FAILED)
+            names = _decode(skeleton.map("ids")[failed])
         _sweep(path)
         listing = _running_errors_path(path)
         if listing.exists():
-            failed = set(np.flatnonzero(status == Status.FAILED).tolist())
-            kept = [r for r in read_reasons(path) if r["row"] in failed]
-            if kept:
+            own = dict(zip(failed.tolist(), names, strict=True))
+            if kept := read_reasons(path, ids=own):
                 replace_file(listing, _reason_lines(kept), disk=disk)
             else:
                 disk.remove(listing)
@@ -999,7 +1361,7 @@ def resume(
             n_rows=n_rows,
             run=run,
             newest=newest,
-            n_failed=int((status == Status.FAILED).sum()),
+            n_failed=len(failed),
             lock=lock,
             disk=disk,
         )
@@ -1043,10 +1405,14 @@ class _Skeleton:
             with contextlib.ExitStack() as stack:
                 try:
                     self._bytes = stack.enter_context(path.open("rb"))
+                    if not _is_as_laid_out(self._bytes.fileno()):
+                        raise self._foreign("bytes outside its rows have changed")
                     self._file = stack.enter_context(h5py.File(path, "r"))
                     named, about = path.stat(), os.fstat(self._bytes.fileno())
                 except FileNotFoundError:
                     raise StoreError(f"{path} was renamed meanwhile; open it again") from None
+                except StoreError:
+                    raise
                 except OSError as error:
                     raise StoreError(
                         f"{path} does not open as HDF5, it may be truncated ({first_line(error)}); "
@@ -1132,6 +1498,7 @@ class _Skeleton:
         needed = {
             EMBEDDINGS_FORMAT: {"id", "n_rows", "row_fields"},
             PROJECTION_FORMAT: {"id", "parent", "method", "layer"},
+            NEIGHBORS_FORMAT: {"parent"},
         }[expected_format]
         if missing := needed - attrs.keys():
             raise self._foreign(f"the attribute {min(missing)!r} is missing")
@@ -1268,6 +1635,11 @@ class Embeddings:
                 raise StoreError(f"{path} holds no valid commit record; make it anew")
             self.complete = newest.state == _COMPLETE
             self.n_rows = newest.rows_done
+            if not self.complete and path.suffix != ".partial":
+                raise StoreError(
+                    f"{path} is not finished, {self.n_rows:,} of {size:,} rows are there; call it "
+                    f"{partial_path(path).name} as before, and go on with the same command"
+                )
             done = slice(0, self.n_rows)
             self.ids = _decode(skeleton.map("ids")[done])
             self.status = np.array(skeleton.map("status")[done])
@@ -1402,16 +1774,12 @@ def find_embeddings(where: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         path = path / EMBEDDINGS_NAME
     if not path.exists():
+        require_no_parts(path)
         if partial_path(path).exists():
             partial = Embeddings(partial_path(path))
             raise StoreError(
                 f"{path} is not finished, {partial.n_rows:,} of {partial.attrs['n_rows']:,} rows "
                 f"are there; go on with the same extract command, or read {partial.path}"
-            )
-        if parts_folder(path).is_dir():
-            raise StoreError(
-                f"{path.parent} holds a recording that was not finished; make a file of it: "
-                f"embedx.join({str(path.parent)!r})"
             )
         raise StoreError(f"there is no {path}; make it with: python -m embedx extract")
     return path
@@ -1435,6 +1803,48 @@ def open(path: str | os.PathLike[str] | Embeddings) -> Embeddings:
     return path if isinstance(path, Embeddings) else Embeddings(find_embeddings(path))
 
 
+# --------------------------------------------------------------------------- files of arrays
+
+
+def write_arrays(
+    path: Path, *, format: str, attrs: Mapping[str, Any], arrays: Mapping[str, Array]
+) -> Path:
+    """Write a file of arrays, whole or not at all.
+
+    Args:
+        path: Where to.
+        format: What the file says it is.
+        attrs: Root attributes.
+        arrays: Datasets by path, of numbers or of :func:`encode_texts`.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    image = io.BytesIO()
+    with h5py.File(image, "w", libver="earliest") as file:
+        # A parameter of the user's own may have any name, but not make another format of the file.
+        for key, value in {**attrs, "format": format, "version": FORMAT_VERSION}.items():
+            file.attrs[key] = value
+        for name, array in arrays.items():
+            kind = _h5_type(array.dtype)
+            file.create_dataset(name, data=array.astype(kind, copy=False), track_times=False)
+    image.seek(0, os.SEEK_END)
+    image.write(_footer(zlib.crc32(image.getbuffer()), []))
+    return replace_file(path, image.getbuffer())
+
+
+def read_arrays(
+    path: Path, *, format: str, names: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The root attributes of a file of :func:`write_arrays`, and some of its arrays by name.
+
+    Raises:
+        StoreError: It is not there, damaged, of another format, or has no such array.
+    """
+    with _reading(path), _Skeleton(path) as skeleton:
+        return skeleton.attrs(format), {name: np.array(skeleton.map(name)) for name in names}
+
+
 # --------------------------------------------------------------------------- projections
 
 
@@ -1448,6 +1858,7 @@ class Projection:
         ids: n texts, those of the parent.
         attrs: ``method``, ``layer``, ``parent``, ``seed``, every parameter, every score.
         state: Arrays of the fitted projection, by name.
+        row_scores: Scores of each row, shape ``(n,)``, by name; NaN where there is none.
     """
 
     path: Path
@@ -1455,6 +1866,7 @@ class Projection:
     ids: list[str]
     attrs: dict[str, Any]
     state: dict[str, Array]
+    row_scores: dict[str, Array]
 
     def __repr__(self) -> str:
         return f"<Projection {self.path}: coords {self.coords.shape}>"
@@ -1472,6 +1884,7 @@ def write_projection(
     ids: Sequence[str],
     attrs: Mapping[str, Any],
     state: Mapping[str, Array] | None = None,
+    row_scores: Mapping[str, Array] | None = None,
 ) -> Path:
     """Write a projection file, whole or not at all.
 
@@ -1481,24 +1894,18 @@ def write_projection(
         ids: n texts.
         attrs: Root attributes; ``id`` must be there.
         state: Arrays to keep for placing new rows.
+        row_scores: Scores of each row, shape ``(n,)``.
 
     Raises:
         StoreError: The disk refused.
     """
-    image = io.BytesIO()
-    with h5py.File(image, "w", libver="earliest") as file:
-        # A parameter of the user's own may have any name, but not make another format of the file.
-        ours = {"format": PROJECTION_FORMAT, "version": FORMAT_VERSION}
-        for key, value in {**attrs, **ours}.items():
-            file.attrs[key] = value
-        arrays = {
-            "coords": np.asarray(coords, dtype=np.float32),
-            "ids": encode_texts(ids, what="the id"),
-            **{f"state/{name}": np.asarray(array) for name, array in (state or {}).items()},
-        }
-        for name, array in arrays.items():
-            file.create_dataset(name, data=array.astype(_h5_type(array.dtype)), track_times=False)
-    return replace_file(path, image.getvalue())
+    arrays = {
+        "coords": np.asarray(coords, dtype=np.float32),
+        "ids": encode_texts(ids, what="the id"),
+        **{f"state/{name}": np.asarray(array) for name, array in (state or {}).items()},
+        **{f"row_scores/{name}": array for name, array in (row_scores or {}).items()},
+    }
+    return write_arrays(path, format=PROJECTION_FORMAT, attrs=attrs, arrays=arrays)
 
 
 def open_projection(path: str | os.PathLike[str]) -> Projection:
@@ -1518,7 +1925,13 @@ def open_projection(path: str | os.PathLike[str]) -> Projection:
             name.removeprefix("state/"): np.array(skeleton.map(name))
             for name in skeleton.names("state")
         }
-    return Projection(path=path, coords=coords, ids=ids, attrs=attrs, state=state)
+        row_scores = {}
+        for name in skeleton.names("row_scores"):
+            skeleton.expect(name, (len(ids),), "f")
+            row_scores[name.removeprefix("row_scores/")] = np.array(skeleton.map(name))
+    return Projection(
+        path=path, coords=coords, ids=ids, attrs=attrs, state=state, row_scores=row_scores
+    )
 
 
 def _projection_attrs(skeleton: _Skeleton) -> dict[str, Any]:

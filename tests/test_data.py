@@ -1,6 +1,7 @@
 """Sources of samples: pictures of every kind, folders of every kind, objects in memory."""
 
 import os
+import re
 import struct
 import sys
 import unicodedata
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 from embedx import data
 from embedx.errors import ConfigError, DataError
@@ -27,7 +28,15 @@ def _pixels(path: Path) -> list[Any]:
     return np.asarray(image).tolist()
 
 
-def _png(width: int, height: int, *, color: int, bits: int, rows: bytes) -> bytes:
+def _png(
+    width: int,
+    height: int,
+    *,
+    color: int,
+    bits: int,
+    rows: bytes,
+    transparent: tuple[int, ...] = (),
+) -> bytes:
     """A PNG written by hand: it may declare what Pillow does not write."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
@@ -35,7 +44,11 @@ def _png(width: int, height: int, *, color: int, bits: int, rows: bytes) -> byte
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", check)
 
     header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
-    end = chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    if transparent:
+        clear = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent))
+    else:
+        clear = b""
+    end = clear + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + end
 
 
@@ -331,6 +344,74 @@ def test_truncated_picture_is_refused(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(OSError):
         data.decode_image(path)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "bmp", "tif", "webp", "ppm"])
+def test_truncated_picture_is_refused_though_another_library_allows_half_ones(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(OSError):
+        data.decode_image(path)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+    told = data.in_memory([torch.zeros(2)]).warnings
+    assert [line.split(":")[0] for line in told] == ["PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set"]
+
+
+def _tiff(values: list[int], *, bits: int, white_is_zero: bool) -> bytes:
+    """A row of grey as a TIFF written by hand."""
+    packed = sum(v << (bits * i) for i, v in enumerate(reversed(values)))
+    body = packed.to_bytes(bits * len(values) // 8, "big")
+    if bits == 16:
+        body = np.array(values, "<u2").tobytes()
+    tags = [
+        *((256, len(values)), (257, 1), (258, bits), (259, 1), (262, 0 if white_is_zero else 1)),
+        *((273, 8), (277, 1), (278, 1), (279, len(body))),
+    ]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    start = struct.pack("<2sHI", b"II", 42, 8 + len(body))
+    return start + body + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "white_is_zero"), [(8, False), (8, True), (12, False), (16, False), (16, True)]
+)
+def test_grey_of_a_tiff_goes_from_its_black_to_its_white(
+    tmp_path: Path, bits: int, white_is_zero: bool
+) -> None:
+    white = 2**bits - 1
+    values = [0, white // 4, white // 2, white]
+    (tmp_path / "a.tif").write_bytes(_tiff(values, bits=bits, white_is_zero=white_is_zero))
+    light = [(white - v if white_is_zero else v) * 255 / white for v in values]
+    got = np.array(_pixels(tmp_path / "a.tif"))[0]
+    assert np.abs(got - np.array(light)[:, None]).max() <= 0.5
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_the_transparent_grey_of_a_png_of_any_depth_is_laid_on_white(
+    tmp_path: Path, bits: int
+) -> None:
+    most = 2**bits - 1
+    values = [1, 0, min(2, most), most] * 2  # with its nearest, which is another grey
+    packed = sum(v << (bits * i) for i, v in enumerate(reversed(values)))
+    rows = b"\0" + packed.to_bytes(bits, "big")
+    for transparent in sorted(set(values)):
+        made = _png(8, 1, color=0, bits=bits, rows=rows, transparent=(transparent,))
+        (tmp_path / "a.png").write_bytes(made)
+        wanted = [255 if v == transparent else round(v * 255 / most) for v in values]
+        assert _pixels(tmp_path / "a.png") == [[[v] * 3 for v in wanted]]
+
+
+def test_the_transparent_colour_of_sixteen_bits_is_refused(tmp_path: Path) -> None:
+    rows = b"\0" + struct.pack(">HHH", 0, 0, 6)  # of the high bytes it would be that colour
+    made = _png(1, 1, color=2, bits=16, rows=rows, transparent=(0, 0, 5))
+    (tmp_path / "a.png").write_bytes(made)
+    with pytest.raises(DataError, match="a transparent colour of 16 bits is not read; convert"):
+        data.decode_image(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(("width", "height"), [(20_000, 20_000), (12_500, 8_001)])
@@ -657,6 +738,23 @@ def test_the_hash_of_a_file_changes_with_that_file_alone(tmp_path: Path) -> None
     assert now()[0] not in first
 
 
+def test_a_picture_that_changed_after_it_was_listed_is_not_read_as_the_one_that_was(
+    tmp_path: Path,
+) -> None:
+    import os
+
+    _put(tmp_path, "a.png", "b.png", "c.png", "d.png")
+    source = data.folder(str(tmp_path))
+    about = (tmp_path / "b.png").stat()
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    os.utime(tmp_path / "b.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    (tmp_path / "c.png").write_bytes(b"half of one")
+    for i in range(3):
+        with pytest.raises(DataError, match="it was changed after the run had listed it"):
+            source.read(i)
+    assert source.read(3).mode == "RGB"
+
+
 def test_the_hash_of_a_row_is_that_of_its_values_type_and_shape() -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
 
@@ -792,7 +890,7 @@ def test_whole_numbers_in_the_items_are_labels_that_come_with_them() -> None:
     assert source.notes == (
         "_dataset: 6 samples, labels in the items; whether they changed is seen on 6 of them",
     )
-    assert source.warnings == ()
+    assert source.warnings == ("-1 in the items of _dataset is taken for no label",)
     named = data.in_memory(_Dataset(items, classes=["a", "b", "c"]))
     assert (named.labels_in_items, list(named.label_names)) == (True, ["a", "b", "c"])
     relabelled = data.in_memory(_Dataset([(items[0][0], 7), *items[1:]]))
@@ -838,9 +936,12 @@ def test_the_wrappers_of_torch_hand_their_labels_through() -> None:
 
     x = torch.arange(8.0).reshape(4, 2)
     tensors = TensorDataset(x, torch.tensor([5, 3, 5, 3]))
-    pets = _Dataset([(row, 0) for row in x], targets=[0, 1, 1, 0], classes=["cat", "dog"])
-    same = _Dataset([(row, 0) for row in x], targets=[1, 1, 1, 1], classes=["cat", "dog"])
-    birds = _Dataset([(row, 0) for row in x], targets=[0, 0, 1, -1], classes=["owl", "tit"])
+
+    def of(targets: list[int], *classes: str) -> _Dataset:
+        return _Dataset(list(zip(x, targets, strict=True)), targets=targets, classes=list(classes))
+
+    pets, same = of([0, 1, 1, 0], "cat", "dog"), of([1, 1, 1, 1], "cat", "dog")
+    birds = of([0, 0, 1, -1], "owl", "tit")
     for dataset, expected in (
         (tensors, ["5", "3", "5", "3"]),
         (Subset(tensors, [2, 1]), ["5", "3"]),
@@ -855,6 +956,32 @@ def test_the_wrappers_of_torch_hand_their_labels_through() -> None:
         assert _labels(source) == expected
         assert (source.warnings, source.labels_in_items) == ((), False)
         assert source.read(0).shape == (2,)
+
+
+def test_labels_that_a_dataset_tells_and_its_items_contradict_are_refused() -> None:
+    from torch.utils.data import Subset, TensorDataset
+
+    x = torch.arange(8.0).reshape(4, 2)
+
+    class Relabels(Subset[Any]):
+        def __getitem__(self, i: Any) -> Any:
+            item, label = self.dataset[self.indices[i]]
+            return item, 9 - label
+
+        def __getitems__(self, rows: list[int]) -> Any:
+            return [self[i] for i in rows]
+
+    pairs = [(row, i % 2) for i, row in enumerate(x)]
+    for dataset, told, said in (
+        (_Dataset(pairs, targets=[0, 1, 2, 3]), 2, 0),  # a target_transform
+        (Relabels(TensorDataset(x, torch.tensor([5, 3, 5, 3])), [3, 0]), 3, 6),
+    ):
+        match = f"is {told} by its targets and {said} in its item; say which are right with labels="
+        with pytest.raises(DataError, match=match):
+            data.in_memory(dataset)
+        assert data.in_memory(dataset, labels=["a"] * len(dataset)).warnings == ()
+    texts = _Dataset([(row, "ab"[i % 2]) for i, row in enumerate(x)], targets=[0, 1, 0, 1])
+    assert _labels(data.in_memory(texts)) == ["0", "1", "0", "1"]
 
 
 def test_wrappers_whose_parts_do_not_tell_their_labels_read_them_with_the_items() -> None:
@@ -956,6 +1083,103 @@ def test_labels_are_told_apart_as_they_are_given() -> None:
             data.in_memory(items, labels=labels)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="ids is a set"):
         data.in_memory(items, ids={"a", "b", "c"})  # type: ignore[arg-type]
+
+
+def test_what_stands_for_no_label_is_one_or_is_said() -> None:
+    items = [1.0, 2.0, 3.0]
+    none = data.in_memory(items, labels=["b", "", "a"])
+    assert (_labels(none), none.label_names, none.warnings) == (["b", None, "a"], ["a", "b"], ())
+    assert data.in_memory(items, labels=["", "", ""]).labels is None
+    signs = data.in_memory(items, labels=[-1, 1, -1])
+    assert (_labels(signs), signs.label_names) == (["-1", "1", "-1"], ["-1", "1"])
+    assert signs.warnings == (
+        "-1 among the labels of list is a class of that name; for none give texts, ''",
+    )
+    for nan in (float("nan"), np.float32("nan")):
+        with pytest.raises(DataError, match="a label is NaN; give texts, and '' where there is no"):
+            data.in_memory(items, labels=[1.0, nan, 2.0])
+
+
+def test_arrays_that_are_in_part_masked_or_sparse_are_refused() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    x = np.arange(6.0).reshape(3, 2)
+    with pytest.raises(DataError, match="data is a sparse csr_matrix; give data.toarray()"):
+        data.in_memory(sparse.csr_matrix(x))
+    for make in (
+        lambda: data.in_memory(np.ma.masked_greater(x, 3)),
+        lambda: data.in_memory(x, labels=np.ma.masked_equal([1, 2, 3], 2)),
+    ):
+        with pytest.raises(DataError, match="a masked array has values that do not count; give"):
+            make()
+    whole = data.in_memory(np.ma.masked_greater(x, 9))
+    assert whole.fingerprint == data.in_memory(x).fingerprint
+
+
+def test_a_source_of_ones_own_that_no_file_could_hold_is_refused_when_it_is_made() -> None:
+    def make(**options: Any) -> data.Source:
+        return data.Source(name="s", ids=list("abc"), read=str, fingerprint="f", **options)
+
+    names = ["x", "y"]
+    for options, why in (
+        ({"labels": np.array([0, 2, 1]), "label_names": names}, "hold 2, and there are 2 label_n"),
+        ({"labels": np.array([0, -2, 1]), "label_names": names}, "hold -2, and"),
+        ({"labels": np.array([0, 2**32, 1]), "label_names": names}, "hold 4294967296, and"),
+        ({"labels": np.array([0, 0.7, 1]), "label_names": names}, "type float64; give 3 whole num"),
+        ({"labels": np.array([0, 1]), "label_names": names}, "have shape"),
+        ({"labels": np.array([0, 0, 0])}, "hold 0, and there are 0 label_names"),
+        ({"metadata": {"c": np.zeros(3, complex)}}, "the column 'c' of s is of type complex128"),
+        ({"metadata": {"c": np.zeros(3, "M8[D]")}}, "is of type datetime64"),
+        ({"metadata": {"c": np.zeros(3, "S1")}}, "numbers of at most 64 bits, or texts"),
+        ({"metadata": {"c": np.zeros((3, 2))}}, "give one number or text a sample: 3"),
+        ({"metadata": {"c": [[1], [1, 2], []]}}, "give one number or text a sample: 3"),
+        ({"metadata": {"c": [1, 2]}}, "has shape"),
+        ({"metadata": {"c": [1, "a", 2.5]}}, "is of texts and numbers"),
+        ({"metadata": {"c": ["a", None, "b"]}}, "is of type object"),
+    ):
+        with pytest.raises(DataError, match=re.escape(why)) as caught:
+            make(**options)
+        assert "\n" not in str(caught.value)
+    good = {"t": ["a", "", "c"], "i": [1, 2, 3], "f": np.zeros(3, "f2"), "b": [True, False, True]}
+    source = make(labels=np.array([-1, 1, 0]), label_names=names, metadata=good)
+    assert _labels(source) == [None, "y", "x"]
+
+
+class _Noisy(_Dataset):
+    """Draws from one of the sources of random numbers."""
+
+    def __getitem__(self, i: int) -> Any:
+        import random
+
+        drawn = {
+            "torch": lambda: torch.rand(1).item(),
+            "numpy": np.random.random,
+            "python": random.random,
+            "own": self.generator.random,
+            "none": lambda: 0.0,
+        }[self.items[i]]()
+        return torch.full((2,), float(drawn))
+
+    generator = np.random.default_rng(0)
+
+
+def test_a_dataset_that_draws_at_random_is_told_from_one_that_does_not() -> None:
+    import random
+
+    def states() -> list[Any]:
+        state = np.random.get_state()  # noqa: NPY002
+        return [random.getstate(), torch.get_rng_state().tolist(), state[1].tolist(), state[2]]
+
+    before = states()
+    for kind in ("torch", "numpy", "python", "own", "none"):
+        source = data.in_memory(_Noisy([kind] * 40))
+        assert source.draws == (kind in ("torch", "numpy", "python"))
+        words = {"own": "an item of _noisy is another when it is read again", "none": None}.get(
+            kind, "the items of _noisy are drawn at random: row i is drawn from seed i"
+        )
+        assert [line[: len(words or "")] for line in source.warnings] == [words] * bool(words)
+        assert states() == before
+    fingerprints = {data.in_memory(_Noisy(["torch"] * 40)).fingerprint for _ in range(3)}
+    assert len(fingerprints) == 1
 
 
 def test_the_ids_of_an_image_folder_are_its_paths(photos: Path) -> None:

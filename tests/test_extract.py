@@ -1,6 +1,7 @@
 """Extraction: every row equals a plain forward pass, or is said to have failed; nothing is lost."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from torch import Tensor, nn
 
 import embedx
@@ -90,9 +91,9 @@ def test_several_layers_come_from_the_one_pass_and_a_live_model_is_left_as_it_wa
     random = torch.get_rng_state()
     x = np.random.default_rng(0).standard_normal((10, 4)).astype("f4")
     got = embedx.extract(
-        model, x, layers=["a", "b", "b:input"], batch_size=4, out=tmp_path, labels=list("ab" * 5)
+        model, x, layers=["a", "b", "b:input"], batch_size=5, out=tmp_path, labels=list("ab" * 5)
     )
-    assert model.passes == 3
+    assert model.passes == 2
     with torch.inference_mode():
         a = model.a(torch.from_numpy(x))
         np.testing.assert_allclose(got.embeddings["a"], a.numpy(), rtol=1e-5, atol=1e-6)
@@ -209,7 +210,14 @@ def test_an_output_folder_inside_the_data_changes_nothing_for_later_runs(
         assert sha256(got.path) == sha256(outside.path)
 
 
-PASSES_LEFT = [-1]  # no attribute of the network: it would be another one after each pass
+class Aside(list[int]):
+    """Numbers that are no part of what a network is, though its code reads them."""
+
+    def __reduce__(self) -> Any:
+        return Aside, ()
+
+
+PASSES_LEFT = Aside([-1])
 
 
 class Stoppable(nn.Module):
@@ -569,6 +577,79 @@ def test_dicts_of_other_names_or_shapes_are_one_line(tmp_path: Path) -> None:
         embedx.extract(nn.Sequential(nn.Linear(3, 2)).eval(), [{"x": x}], out=tmp_path / "o")
 
 
+@pytest.mark.parametrize(
+    ("name", "kept", "left_out"),
+    [
+        ("attention_mask", 0.0, -torch.inf),
+        ("attention_mask", 0.0, -1e9),
+        ("attention_mask", 1.0, 0.0),
+        ("attention_mask", 2, 0),
+        ("src_key_padding_mask", 0.0, -torch.inf),
+        ("src_key_padding_mask", False, True),
+        ("key_padding_mask", 0, 1),
+    ],
+)
+def test_padding_is_left_out_in_every_spelling(
+    name: str, kept: float, left_out: float, tmp_path: Path
+) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Identity(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, **_: Tensor) -> Tensor:
+            return self.head(self.a(x).mean(1))
+
+    x, lengths = torch.randn(4, 6, 4), [6, 3, 1, 6]
+    masks = [torch.tensor([kept if i < n else left_out for i in range(6)]) for n in lengths]
+    items = [{"x": tokens, name: mask} for tokens, mask in zip(x, masks, strict=True)]
+    run = embedx.extract(Masked().eval(), items, layers="a", batch_size=3, out=tmp_path / "a")
+    wanted = np.stack([x[i, :n].numpy().mean(0) for i, n in enumerate(lengths)])
+    np.testing.assert_allclose(run.embeddings["a"], wanted, rtol=1e-5, atol=1e-6)
+    items[1][name] = torch.full((6,), -0.5 if name == "attention_mask" else 0.5)
+    items[0][name] = items[2][name] = torch.zeros(6)
+    with pytest.raises(ShapeError, match=f"{name} holds .* to .*; give true and false"):
+        embedx.extract(Masked().eval(), items, layers="a", batch_size=3, out=tmp_path / "b")
+
+
+def test_tokens_that_come_first_are_not_taken_for_as_many_samples(tmp_path: Path) -> None:
+    class TokensFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.places, self.head = nn.Linear(3, 5), nn.Embedding(8, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x.transpose(0, 1))
+            return self.head((x + self.places(torch.arange(len(x)))[:, None]).mean(0))
+
+    model, x = TokensFirst().eval(), torch.randn(16, 8, 3)  # as many tokens as a batch has samples
+    options: dict[str, Any] = {"batch_size": 8, "out": tmp_path}
+    message = r"a gives \(8, 5\) for 2 samples after pooling, .* though 8 long for 8 of them"
+    for pooling in ("mean_token", "cls"):
+        with pytest.raises(ShapeError, match=message):
+            embedx.extract(model, x, layers="a", pooling=pooling, **options)
+    with pytest.raises(ShapeError, match=r"places gives \(8, 5\) for 2 samples"):
+        embedx.extract(model, x, layers="places", **options)
+    run = embedx.extract(model, x, layers="a", pooling=lambda a: a.mean(0), **options)
+    wanted = model.a(x).mean(1).detach().numpy()
+    np.testing.assert_allclose(run.embeddings["a"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_for_one_size_of_batch_alone_is_taken_as_it_is(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x.reshape(4, 4))
+
+    model, x = Fixed().eval(), torch.randn(8, 4)
+    run = embedx.extract(model, x, layers="a", batch_size=4, out=tmp_path)
+    np.testing.assert_allclose(run.embeddings["a"], model.a(x).detach().numpy(), atol=1e-6)
+
+
 class Stages(nn.Module):
     """Counts how often each of its layers ran; in one pass the first may be left out."""
 
@@ -701,6 +782,20 @@ def by_length(items: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(sorted(items, key=len, reverse=True), batch_first=True)
 
 
+def backwards(items: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(items[::-1], batch_first=True)
+
+
+def shuffled(items: list[Tensor]) -> dict[str, Tensor]:
+    order = torch.randperm(len(items))
+    return {"x": torch.nn.utils.rnn.pad_sequence([items[i] for i in order], batch_first=True)}
+
+
+def noisy(items: list[Tensor]) -> Tensor:
+    x = torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_side="left")
+    return x + torch.rand(len(x), 1, 1)
+
+
 class Iterates(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Any:
         return (100 * batch for batch in super().__iter__())
@@ -709,10 +804,222 @@ class Iterates(torch.utils.data.DataLoader[Any]):
 def test_loaders_that_would_give_other_rows_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Identity(), nn.Linear(1, 1)).eval()
     sentences = [torch.ones(n, 1) for n in (1, 3, 2, 5)]
-    with pytest.raises(ConfigError, match="puts the samples of a batch in an order of its own"):
-        embedx.extract(model, loader_of(sentences, collate_fn=by_length), out=tmp_path / "o")
+    pictures = [torch.full((2, 1), float(i)) for i in range(9)]
+    for items, collate in [
+        (sentences, by_length),
+        (sentences[::2], by_length),
+        (sentences, backwards),
+        (pictures, backwards),
+        (pictures, shuffled),
+    ]:
+        with pytest.raises(ConfigError, match="puts the samples of a batch in an order of its own"):
+            embedx.extract(model, loader_of(items, collate_fn=collate), out=tmp_path / "o")
+    with pytest.raises(DataError, match="one buffer again and again, and the collate_fn takes sev"):
+        embedx.extract(model, loader_of(Reused(), collate_fn=torch.stack), out=tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+    loader = loader_of(pictures, collate_fn=noisy, batch_size=3)
+    run = embedx.extract(model, loader, layers="0", pooling="flatten", out=tmp_path / "noisy")
+    assert np.floor(run.embeddings["0"][:, 0]).tolist() == list(range(9))
     with pytest.raises(DataError, match="a Iterates that makes its batches in an __iter__"):
         embedx.extract(model, Iterates(sentences), out=tmp_path / "o")
+
+
+class Opens(torch.utils.data.Dataset[Tensor]):
+    """Opens its file on first use, as is told to do for worker processes."""
+
+    file: Any = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, i: int) -> Tensor:
+        if self.file is None:
+            self.file = self.path.open("rb")
+        self.file.seek(i * 256)
+        return torch.frombuffer(bytearray(self.file.read(256)), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("collate", [None, torch.stack])
+def test_what_a_dataset_opens_on_first_use_is_opened_in_the_workers_alone(
+    tmp_path: Path, collate: Any
+) -> None:
+    x = np.random.default_rng(0).standard_normal((4000, 64)).astype("f4")
+    x.tofile(tmp_path / "rows")
+    model, dataset = nn.Sequential(nn.Identity(), nn.Linear(64, 2)).eval(), Opens(tmp_path / "rows")
+    loader = loader_of(dataset, num_workers=2, batch_size=32, collate_fn=collate)
+    state = torch.get_rng_state()
+    run = embedx.extract(model, loader, layers="0", out=tmp_path / "two")
+    assert dataset.file is None
+    assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_array_equal(run.embeddings["0"], x)
+    loader = loader_of(dataset, num_workers=2, collate_fn=turned_stack)
+    with pytest.raises(ConfigError, match="order of its own"):
+        embedx.extract(model, loader, layers="0", out=tmp_path / "turned")
+    loader = loader_of(dataset, batch_size=32, collate_fn=collate)
+    alone = embedx.extract(model, loader, layers="0", out=tmp_path / "none")
+    assert sha256(alone.path) == sha256(run.path)
+    dataset.file.close()
+
+
+def turned_stack(items: list[Tensor]) -> Tensor:
+    return torch.stack(items).flip(0)
+
+
+class Augmented(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Tensor:
+        if i == 21:
+            raise OSError("lost")
+        return i + torch.rand(3) * np.random.random() * random.random()  # noqa: NPY002
+
+
+@pytest.mark.parametrize("collate", [None, noisy])
+def test_rows_of_a_dataset_that_draws_at_random_are_the_same_in_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, collate: Any
+) -> None:
+    model, options = Stoppable(3), {"layers": "body"}
+    runs = []
+    for seed, workers in ((1, 0), (2, 2), (3, 1)):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        data_: Any = Augmented()
+        if collate is not None:
+            data_ = loader_of(data_, batch_size=8, collate_fn=lambda x: noisy([i[None] for i in x]))
+        before = random.getstate(), torch.get_rng_state().tolist()
+        out = tmp_path / str(seed)
+        if seed == 3:
+            stop_halfway(model, monkeypatch, data_, out=out, batch_size=8, **options)
+        runs.append(
+            embedx.extract(model, data_, num_workers=workers, batch_size=8, out=out, **options)
+        )
+        assert (random.getstate(), torch.get_rng_state().tolist()) == before
+    assert len({sha256(run.path) for run in runs}) == 1
+    assert np.flatnonzero(~runs[0].ok).tolist() == [21]
+    assert "are drawn at random: row i is drawn from seed i, in every run" in caplog.text
+    if collate is None:  # nor do they hang on the batch
+        other = embedx.extract(model, Augmented(), batch_size=5, out=tmp_path / "b", **options)
+        np.testing.assert_allclose(
+            other.embeddings["body"], runs[0].embeddings["body"], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_pictures_and_tensors_in_one_batch_are_refused(tmp_path: Path) -> None:
+    picture, tensor = Image.new("RGB", (8, 8)), torch.zeros(3, 8, 8, dtype=torch.uint8)
+    model = models.live(Stoppable(192), preprocess=Preprocess(8, 8))
+    for items, said in (
+        ([picture, tensor], "sample 0 is a picture and sample 1 is a tensor"),
+        ([tensor, tensor, picture], "sample 2 is a picture and sample 1 is a tensor"),
+    ):
+        with pytest.raises(ShapeError, match=said):
+            embedx.extract(model, items, layers="body", out=tmp_path)
+
+
+def test_a_source_whose_read_gives_a_label_without_a_name_or_a_masked_array_fails_the_row(
+    tmp_path: Path,
+) -> None:
+    x = np.ones((4, 3), "f4")
+    items = [(x[0], 0), (x[1], 2), (np.ma.masked_equal([1.0, 2.0, 3.0], 2), 1), (x[3], 0.7)]
+    source = Source(
+        name="s",
+        ids=list("abcd"),
+        read=items.__getitem__,
+        fingerprint="f",
+        labels_in_items=True,
+        label_names=["x", "y"],
+    )
+    run = embedx.extract(Stoppable(3), source, layers="body", out=tmp_path)
+    assert run.ok.tolist() == [True, False, False, False]
+    reasons = [reason["reason"] for reason in store.read_reasons(run.path)]
+    for reason, why in zip(
+        reasons, ("its label 2 is past the 2", "a masked array", "its label is 0.7"), strict=True
+    ):
+        assert why in reason
+
+
+def test_a_layer_of_no_width_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten()).eval()
+    with pytest.raises(ShapeError, match="layer 1 gives rows of no numbers; choose another"):
+        embedx.extract(
+            model, torch.ones(3, 4), layers="1", pooling=lambda a: a[:, :0], out=tmp_path / "o"
+        )
+    assert not (tmp_path / "o").exists()
+
+
+def test_half_a_picture_is_a_failed_row_though_another_library_allows_it(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = sorted(photos.rglob("*.jpg"))[4]
+    broken.write_bytes(broken.read_bytes()[:900])
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    for workers in (0, 2):
+        run = embedx.extract(
+            Stoppable(192),
+            photos,
+            preprocess=Preprocess(8, 8),
+            layers="body",
+            num_workers=workers,
+            batch_size=4,
+            out=tmp_path / str(workers),
+        )
+        assert np.flatnonzero(~run.ok).tolist() == [4]
+        assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+
+
+def test_a_picture_that_is_replaced_during_the_run_is_a_failed_row(
+    photos: Path, tmp_path: Path
+) -> None:
+    paths = sorted(photos.rglob("*.jpg"))
+
+    class Replaces(Stoppable):
+        def forward(self, x: Tensor) -> Tensor:
+            Image.new("RGB", (80, 60)).save(paths[-1])
+            return super().forward(x)
+
+    run = embedx.extract(
+        Replaces(192), photos, preprocess=Preprocess(8, 8), layers="body", batch_size=4,
+        out=tmp_path / "run",
+    )  # fmt: skip
+    assert np.flatnonzero(~run.ok).tolist() == [11]
+    assert "it was changed after the run had listed it" in store.read_reasons(run.path)[0]["reason"]
+
+
+MANY = """
+import resource, torch
+import embedx
+from torch import nn
+
+class Many(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, i):
+        return {name: torch.ones(4) for name in "abcdefgh"}
+
+class Net(nn.Linear):
+    def forward(self, a, **others):
+        return super().forward(a)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+try:
+    model = nn.Sequential(Net(4, 2))
+    model.forward = lambda **inputs: model[0](**inputs)
+    embedx.extract(model, Many(), layers="0", num_workers=2, batch_size=8, out="out")
+except embedx.errors.DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_too_many_open_files_are_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.stdout.startswith("too many open files; what was committed is kept: raise the limi")
+    assert len(done.stdout.splitlines()) == 1
 
 
 def test_lists_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
@@ -906,6 +1213,30 @@ def test_values_that_are_not_finite_fail_their_row(tmp_path: Path) -> None:
     assert [r["reason"] for r in store.read_reasons(got.path)] == ["NaN or Inf in 0"] * 2
 
 
+def test_rows_of_any_length_are_scaled_to_length_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 2)).eval()
+    x = np.array([[1, 2, 3, 4], [1e20] * 4, [3e38, 0, 0, 0], [1e-25] * 4, [0] * 4], "f4")
+    x[1, 0] = np.float32(-2e20)
+    run = embedx.extract(model, x, layers="0", normalize=True, out=tmp_path)
+    wide = x.astype("f8")
+    wanted = wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-300)
+    np.testing.assert_allclose(run.embeddings["0"], wanted, rtol=1e-6)
+    assert run.ok.all()
+
+
+def test_whole_numbers_that_float32_does_not_hold_are_refused(tmp_path: Path) -> None:
+    class Whole(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self[0](x)
+            return x
+
+    model = Whole(nn.Identity(), nn.Linear(1, 1)).eval()
+    run = embedx.extract(model, torch.tensor([[2**24], [-5]]), layers="0", out=tmp_path / "a")
+    assert run.embeddings["0"][:, 0].tolist() == [2**24, -5]
+    with pytest.raises(ShapeError, match=r"layer 0 gives whole numbers above 2\*\*24"):
+        embedx.extract(model, torch.tensor([[2**24 + 1], [5]]), layers="0", out=tmp_path / "b")
+
+
 def test_done_is_done_and_other_settings_are_refused_with_the_difference(
     photos: Path, resnet: Model, tmp_path: Path
 ) -> None:
@@ -1024,6 +1355,41 @@ def _with(model: nn.Module, **attributes: object) -> nn.Module:
     return model
 
 
+def _doubled(model: nn.Module) -> Any:
+    return lambda x: 2 * model(x)
+
+
+class Grey(Preprocess):
+    """Takes the colours out."""
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        return super().pixels(image.convert("L").convert("RGB"))
+
+
+class Inverted(Grey):
+    def pixels(self, image: Image.Image) -> Tensor:
+        return 255 - super().pixels(image)
+
+
+def test_a_preprocessing_and_a_pooling_of_ones_own_are_told_by_their_code(
+    photos: Path, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    sizes = {"resize_px": 32, "crop_px": 32}
+    options: dict[str, Any] = {"layers": "0", "out": tmp_path}
+
+    def scaled(k: int) -> Any:
+        return lambda activation: k * activation.mean((2, 3))
+
+    embedx.extract(model, photos, preprocess=Grey(**sizes), pooling=scaled(1), **options)
+    embedx.extract(model, photos, preprocess=Grey(**sizes), pooling=scaled(1), **options)
+    for kind in (Preprocess, Inverted):
+        with pytest.raises(StoreError, match=r"preprocess is .*Grey.* there and"):
+            embedx.extract(model, photos, preprocess=kind(**sizes), pooling=scaled(1), **options)
+    with pytest.raises(StoreError, match="the code of the pooling, or what it holds, is another"):
+        embedx.extract(model, photos, preprocess=Grey(**sizes), pooling=scaled(2), **options)
+
+
 def make_shifty(k: float) -> nn.Module:
     return Shifty()
 
@@ -1048,7 +1414,9 @@ def test_the_arguments_and_the_source_of_a_factorys_model_are_part_of_what_it_is
     (tmp_path / "torchnet.py").write_text(text)
     before = models.code_sha256(importlib.import_module("torchnet").Net())
     assert before == models.code_sha256(sys.modules["torchnet"].Net())
-    (tmp_path / "torchnet.py").write_text(text.replace("x * 2", "x * 3"))
+    (tmp_path / "torchnet.py").write_text(text.replace("x * 2", "x * 30"))
+    assert before == models.code_sha256(sys.modules["torchnet"].Net())  # what is loaded counts
+    importlib.reload(sys.modules["torchnet"])
     assert before != models.code_sha256(sys.modules["torchnet"].Net())
 
 
@@ -1078,6 +1446,7 @@ def test_whatever_decides_the_rows_is_noticed(tmp_path: Path) -> None:
         (Shifty(), x, {"ids": list("uvwxya")}, "the ids or labels are others"),
         (Shifty(), x, {"precision": "bf16"}, "precision is fp32 there and bf16 here"),
         (Shifty(), x, {"pooling": "flatten"}, "pooling is"),
+        (_with(Shifty(), forward=_doubled(Shifty())), x, {}, "the code, the structure or"),
     ]:
         with pytest.raises(StoreError, match=message):
             embedx.extract(model, data_, out=tmp_path, **{**usual, **options})
@@ -1169,7 +1538,8 @@ def test_a_model_that_draws_random_numbers_draws_the_same_for_a_batch_when_resum
             PASSES_LEFT[0] -= 1
             if PASSES_LEFT[0] == 0:
                 raise RuntimeError("stopped")
-            return self.a(x + torch.rand_like(x))
+            drawn = float(np.random.rand()) + random.random()  # noqa: NPY002
+            return self.a(x + torch.rand_like(x) + drawn)
 
     x = np.zeros((12, 4), "f4")
     model = Noisy()
@@ -1183,6 +1553,16 @@ def test_a_model_that_draws_random_numbers_draws_the_same_for_a_batch_when_resum
         store.COMMIT_S = commit_s
     again = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "b")
     assert sha256(whole.path) == sha256(again.path)
+
+
+def test_a_random_generator_of_the_models_own_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = _with(Shifty(), noise=torch.Generator())
+    embedx.extract(model, np.zeros((2, 4), "f4"), out=tmp_path)
+    assert "shifty has a random generator of its own, which goes on from pass to pass: noise;" in (
+        caplog.text
+    )
 
 
 def test_mixed_types_in_a_batch_are_refused_not_cast(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import embedx
-from embedx.fingerprints import code_sha256, state_sha256
+from embedx.fingerprints import code_sha256, state_sha256, value_sha256
 
 from .conftest import ROOT
 
@@ -88,6 +89,25 @@ def chain(n: int) -> Settings:
     return first
 
 
+def make(scale_: object) -> type:
+    class Scaled:
+        scale = scale_
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    return Scaled
+
+
+def read(text: str, **names: Any) -> Callable[[Tensor], Any]:
+    """A function of a module of one's own, which reads its global variables."""
+    names["__name__"] = "mine"
+    exec(text, names)
+    return names["f"]
+
+
+READS = "def f(x): return [x * k for _ in range(2)]"
+CALLS = "def g(x): return x * {}\ndef f(x): return g(x)"
 leaky = functools.partial(functional.leaky_relu, negative_slope=0.1)
 # Each attribute beside another one that gives other rows, or may.
 DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
@@ -124,6 +144,17 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
     ),
     "unregistered": (lambda: [nn.ReLU()], lambda: [nn.Tanh()], lambda: [Net()]),
     "random": (lambda: np.random.default_rng(0), lambda: np.random.default_rng(1)),
+    "class attribute": (make(1), make(2), make([1])),
+    "variable": (
+        lambda: read(READS, k=1),
+        lambda: read(READS, k=2),
+        lambda: read(READS, k={"a": [1]}),
+        lambda: read(READS, k={"a": [2]}),
+        lambda: read(READS, k=torch.ones(2)),
+        lambda: read(READS, k=torch.zeros(2)),
+        lambda: read(READS, k=Settings(k=9)),
+    ),
+    "helper": (lambda: read(CALLS.format(3)), lambda: read(CALLS.format(4))),
     "pattern": (lambda: re.compile("a"), lambda: re.compile("b")),
     "logger": (lambda: logging.getLogger("a"), lambda: logging.getLogger("b")),
     "lock": (threading.Lock,),
@@ -226,3 +257,55 @@ def test_code_that_was_typed_at_a_prompt_is_told_apart_without_a_source() -> Non
         return made
 
     assert code_sha256(typed(2)) == code_sha256(typed(2)) != code_sha256(typed(3))
+
+
+def test_the_code_of_modules_of_ones_own_counts_and_not_their_place_or_their_comments(
+    tmp_path: Path,
+) -> None:
+    """A helper in another file, a package named as one of the standard library, a class patched."""
+
+    def digest(folder: str, *, helper: str, before: str = "") -> str:
+        package = tmp_path / folder / "code"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "helper.py").write_text(helper)
+        (package / "net.py").write_text(
+            "import torch\nfrom torch import nn\nfrom code import helper\n"
+            "class Net(nn.Module):\n"
+            "    def __init__(self):\n        super().__init__()\n        self.a = nn.ReLU()\n"
+            "    def forward(self, x):\n        return self.a(helper.scaled(x))\n"
+        )
+        code = (
+            f"import sys; sys.path.insert(0, {str(tmp_path / folder)!r}); {before}\n"
+            "from code.net import Net; from embedx.fingerprints import code_sha256\n"
+            "print(code_sha256(Net()))"
+        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        return ended.stdout
+
+    first = digest("a", helper="K = 2\ndef scaled(x): return x * K\n")
+    assert first == digest("b", helper="# moved\n\nK = 2\ndef scaled(x):\n    return x * K\n")
+    assert first != digest("c", helper="K = 3\ndef scaled(x): return x * K\n")
+    assert first != digest("d", helper="K = 2\ndef scaled(x): return x + K\n")
+    patch = "from torch import nn; nn.ReLU.forward = lambda self, x: x * 2"
+    assert first != digest("e", helper="K = 2\ndef scaled(x): return x * K\n", before=patch)
+
+
+def test_what_code_sets_or_hooks_collect_changes_nothing() -> None:
+    counts = "n = 0\ndef f(x):\n    global n\n    n += 1\n    return x"
+    function = read(counts)
+    before = value_sha256(function)
+    function(torch.ones(1))
+    assert function.__globals__["n"] == 1
+    assert value_sha256(function) == before
+    collects = "def f(x):\n    seen['a'].append(x)\n    kept.append(x)\n    last['a'] = x"
+    function = read(collects, seen=collections.defaultdict(list), kept=[], last={})
+    before = value_sha256(function)
+    function(torch.ones(1))
+    assert value_sha256(function) == before
+    around: list[Any] = [1]
+    around.append(around)
+    assert value_sha256(read(READS, k=around)) != value_sha256(read(READS, k=[1]))

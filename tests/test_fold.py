@@ -1,5 +1,9 @@
 """Folded networks give what plain ones give, and are whole again afterwards."""
 
+import functools
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +134,53 @@ def test_networks_of_libraries_are_known_and_those_with_code_or_hooks_of_ones_ow
         assert not is_known(known)
         handle.remove()
     assert is_known(known)
+
+
+def replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A network of torch's classes in which somebody replaced something."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    model[1].running_mean.normal_()
+    if name == "normalization":
+        model[1].forward = lambda x: x * 5
+    elif name == "convolution":
+        model[0].forward = lambda x: nn.functional.conv2d(x, model[0].weight * 2)
+    elif name == "method":
+        model[0]._conv_forward = lambda x, weight, bias: nn.functional.conv2d(x, weight * 2)
+    elif name == "root":
+        model.forward = lambda x: model[2](model[1](model[0](x)) + model[0](x))
+    elif name == "class":
+        monkeypatch.setattr(nn.BatchNorm2d, "forward", lambda self, x: x * 5)
+    elif name == "wrapped":
+        wrapped = functools.wraps(nn.BatchNorm2d.forward)(lambda self, x: x * 5)
+        monkeypatch.setattr(nn.BatchNorm2d, "forward", wrapped)
+    elif name == "builtin":
+        monkeypatch.setattr(nn.BatchNorm2d, "forward", torch.relu)
+    else:
+        nn.modules.module.register_module_forward_hook(
+            lambda module, _, y: y * 5 if isinstance(module, nn.BatchNorm2d) else None
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["normalization", "convolution", "method", "root", "class", "wrapped", "builtin", "global"],
+)
+def test_a_network_in_which_something_was_replaced_runs_as_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        nn.modules.module, "_global_forward_hooks", nn.modules.module._global_forward_hooks.copy()
+    )
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    assert is_known(plain)
+    model, x = replaced(name, monkeypatch), torch.rand(4, 3, 8, 8)
+    assert not is_known(model)
+    with torch.no_grad():
+        wanted = model(x).mean((2, 3)).numpy()
+    run = embedx.extract(model, x, layers="2", out=tmp_path)
+    np.testing.assert_allclose(run.embeddings["2"], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_folded_is_left_alone() -> None:

@@ -1,9 +1,12 @@
 """Capture points: copies of what plain forward passes give, and a model left as it was."""
 
+import random
 import re
+import threading
 from collections import namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 
 import embedx
 from embedx import hooks
-from embedx.errors import LayerError
+from embedx.errors import LayerError, ModelError
 from embedx.hooks import Point, parse_point, resolve_points
 
 
@@ -153,7 +156,7 @@ class Inner(nn.Module):
     def forward(self, x: Tensor, *, mask: Tensor) -> object:
         kinds = {
             "tuple": (x * 2, x * 3),
-            "dict": {"hidden": x * 2, "deep": [x, x * 5]},
+            "dict": {"hidden": x * 2, "deep": [x, x * 5], 3: x * 7},
             "dataclass": Answer(x * 2),
             "namedtuple": Pair(x * 2, x * 3),
             "none": None,
@@ -167,6 +170,7 @@ class Inner(nn.Module):
         ("tuple", "inner:output.1", 3),
         ("dict", "inner:output.hidden", 2),
         ("dict", "inner:output.deep.1", 5),
+        ("dict", "inner:output.3", 7),
         ("dataclass", "inner:output.hidden", 2),
         ("namedtuple", "inner:output.second", 3),
         ("namedtuple", "inner:output.0", 2),
@@ -565,3 +569,190 @@ def test_what_a_model_does_to_itself_is_put_back_and_said(
     with hooks.undisturbed(small()):
         pass
     assert caplog.text == ""
+
+
+class Merging(nn.Module):
+    """Adds its correction to the weights in eval mode, as low-rank adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 4.0]))
+        self.correction = nn.Parameter(torch.tensor([0.5, 1.0]))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        if mode == self.is_merged:
+            self.weight.data += -self.correction if mode else self.correction
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.weight if self.is_merged else self.weight + self.correction)
+
+
+class Stubborn(nn.Sequential):
+    """Keeps its dropout on, as Monte Carlo dropout does."""
+
+    def train(self, mode: bool = True) -> "Stubborn":
+        return self
+
+
+def test_weights_merged_by_eval_are_taken_apart_and_changed_ones_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(Merging(), nn.Linear(2, 2))
+    with hooks.undisturbed(model):
+        assert model[0].is_merged
+    assert model.training
+    assert model[0].training
+    assert not model[0].is_merged
+    assert model[0].weight.tolist() == [2, 4]
+    assert "parameters" not in caplog.text
+    caplog.clear()
+    with hooks.undisturbed(model), torch.no_grad():
+        model[1].bias.add_(1)
+    assert "sequential changed its parameters, by eval(), train() or its passes: 1.bias;" in (
+        caplog.text
+    )
+
+
+def test_a_model_whose_eval_leaves_it_in_train_mode_is_said_to_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Stubborn(nn.Linear(2, 2), nn.Dropout())
+    model[0].training = False
+    with hooks.undisturbed(model):
+        pass
+    assert "stubborn or a part of it is in train mode, and its own eval() leaves it" in caplog.text
+    assert "while it ran" not in caplog.text
+    assert [child.training for child in model.modules()] == [True, False, True]
+
+
+def test_the_random_state_of_numpy_and_python_is_as_it_was() -> None:
+    def state() -> object:
+        return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+    before = state()
+    with hooks.undisturbed(small()):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        assert state() != before
+    assert state() == before
+
+
+# --------------------------------------------------------------------------- calls within calls
+
+
+class Averaging(nn.Module):
+    """Averages two views of its input by calling itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, *, is_view: bool = False) -> Tensor:
+        return self.a(x) if is_view else (self(x, is_view=True) + self(-x, is_view=True)) / 2
+
+
+def test_a_model_that_calls_itself_is_in_one_pass() -> None:
+    model, x = Averaging(), torch.randn(5, 4)
+    with torch.no_grad(), embedx.capture(model, ["a", "a@0", "a@1"]) as got:
+        for _ in range(2):
+            model(x)
+            with pytest.raises(LayerError, match="a ran 2 times in one pass; say which call: a@0"):
+                got["a"]
+            assert torch.equal(got["a@0"], nn.functional.linear(x, *model.a.parameters()))
+            assert torch.equal(got["a@1"], nn.functional.linear(-x, *model.a.parameters()))
+
+
+# --------------------------------------------------------------------------- threads
+
+
+def test_each_thread_reads_what_its_own_passes_gave() -> None:
+    model, barrier = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), threading.Barrier(2)
+    found: list[list[bool]] = [[], []]
+
+    def run(i: int) -> None:
+        x = torch.full((3, 4), float(i))
+        with torch.no_grad(), embedx.capture(model, "0") as got:
+            for _ in range(50):
+                barrier.wait()  # both passes, then both read
+                model(x)
+                barrier.wait()
+                wanted = nn.functional.linear(x, *model[0].parameters())
+                found[i].append(torch.equal(got["0"], wanted))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[True] * 50] * 2
+
+
+def test_a_pass_in_another_thread_can_be_read_here_unless_several_ran_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    with torch.no_grad(), embedx.capture(model, "0") as got:
+        for _ in range(2):
+            thread = threading.Thread(target=model, args=(torch.ones(1, 4),))
+            thread.start()
+            thread.join()
+        if len(got._passes) == 1:  # the number of a thread that ended is given again
+            assert torch.equal(got["0"], model[0](torch.ones(1, 4)).detach())
+        held = threading.Barrier(3)
+        threads = [
+            threading.Thread(target=lambda: (model(torch.ones(1, 4)), held.wait()))
+            for _ in range(2)
+        ]
+        got._passes.clear()
+        for thread in threads:
+            thread.start()
+        held.wait()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(LayerError, match="0 did not fire in this thread, and others ran the"):
+            got["0"]
+
+
+def test_a_model_is_not_run_undisturbed_twice_at_once_nor_a_part_of_it() -> None:
+    model = small()
+    with (
+        hooks.undisturbed(model),
+        pytest.raises(ModelError, match=r"sequential is being run by another .*copy.deepcopy"),
+        hooks.undisturbed(nn.Sequential(model[0])),
+    ):
+        raise AssertionError
+    with hooks.undisturbed(model), hooks.undisturbed(small()):
+        pass
+
+
+def test_passes_of_other_threads_are_let_alone_where_only_those_here_are_wanted() -> None:
+    model, x = small(), torch.randn(1, 3, 8, 8)
+    (point,) = hooks.resolve_points(model, "0")
+    ended: list[Tensor] = []
+    with torch.no_grad(), hooks.Capture(model, [point], only_here=True) as got:
+        hooks.run_model(model, x, title="small")
+        got.stops_early = True
+        wanted = got["0"]
+        thread = threading.Thread(target=lambda: ended.append(model(-x)))
+        thread.start()
+        thread.join()
+        assert got["0"] is wanted
+    assert torch.equal(ended[0], model(-x))
+
+
+@pytest.mark.slow
+def test_torch_does_not_compile_what_captures(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), backend="eager")
+    x = torch.randn(5, 4)
+    model(x)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for _ in range(12):
+            with embedx.capture(model, "_orig_mod.0") as got:
+                model(x)
+                assert torch.equal(got["_orig_mod.0"], model._orig_mod[0](x))
+    assert "embedx" not in str(torch._dynamo.utils.counters)
+    assert "recompile_limit" not in caplog.text

@@ -1,6 +1,7 @@
 """From activations to vectors: against NumPy, and errors for what is ambiguous."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -97,6 +98,49 @@ def test_a_function_of_ones_own_is_told_by_what_it_does() -> None:
     assert "" != first != other.code
     assert pooling.per_point("gap", n_points=1)[0].code == ""
     assert pooling.per_point(pooling.gap, n_points=1) == pooling.per_point("gap", n_points=1)
+
+
+def column(k: int, activation: torch.Tensor) -> torch.Tensor:
+    return activation[:, k : k + 1]
+
+
+class Column(torch.nn.Module):
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        return activation[:, self.k : self.k + 1] * self.weight
+
+
+def test_a_function_of_ones_own_is_told_by_what_it_holds() -> None:
+    def closed(k: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda activation: activation[:, k : k + 1]
+
+    def with_default(k: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def pool(activation: torch.Tensor, k: int = k) -> torch.Tensor:
+            return activation[:, k : k + 1]
+
+        return pool
+
+    def weighted(k: int) -> torch.nn.Module:
+        module = Column(0)
+        module.weight.data.fill_(k)
+        return module
+
+    for make in (
+        closed,
+        with_default,
+        lambda k: functools.partial(column, k),
+        Column,
+        weighted,
+        lambda k: Column(k).forward,
+    ):
+        one, again, other = (pooling.per_point(make(k), n_points=1)[0] for k in (1, 1, 2))
+        assert (one.name, one.code) == (again.name, again.code)
+        assert one.code != other.code
+        assert "0x" not in one.name
 
 
 def test_largest_values_and_generalized_means_equal_numpy() -> None:

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedx import store
-from embedx.errors import StoreError
+from embedx.errors import InUseError, StoreError
 from embedx.store import DiskIO, Field, Status
 from tests.conftest import sha256
 
@@ -61,7 +62,7 @@ def create(path: Path, disk: DiskIO | None = None) -> store.Writer:
 def append(writer: store.Writer, start: int, stop: int, bad: frozenset[int] = frozenset()) -> None:
     rows = {name: array[start:stop] for name, array in all_rows().items()}
     status = [Status.FAILED if i in bad else Status.OK for i in range(start, stop)]
-    reasons = {i: (f"id {i}", "broken") for i in range(start, stop) if i in bad}
+    reasons = {i: (f"ïd {i}\n", "broken") for i in range(start, stop) if i in bad}
     writer.append(rows, status=np.array(status), reasons=reasons)
 
 
@@ -165,6 +166,15 @@ def read_by_the_document(path: Path) -> tuple[dict[str, np.ndarray], dict[str, o
         for values in streamed:
             crc = zlib.crc32(values[row].tobytes(), crc)
         assert crc == rows["row_crc32"][row]
+    data = path.read_bytes()
+    n_regions, outside, crc = struct.unpack_from("<QII", data, len(data) - 24)
+    assert data[-8:] == b"EMBXFTR1"
+    start = len(data) - 24 - 16 * n_regions
+    assert zlib.crc32(data[start:-12]) == crc
+    skeleton = bytearray(data[:start])
+    for offset, length in sorted(struct.iter_unpack("<QQ", data[start:-24]), reverse=True):
+        del skeleton[offset : offset + length]
+    assert zlib.crc32(skeleton) == outside
     return rows, attrs, n_done, state == 2
 
 
@@ -271,6 +281,93 @@ def test_a_flipped_bit_is_found_and_its_row_named(tmp_path: Path) -> None:
     assert store.open(path).verify() == [4]
     with pytest.raises(StoreError, match="1 of 23 rows do not match their checksum, first row 4"):
         store.describe(path, verify=True)
+
+
+def test_a_changed_byte_outside_the_rows_is_refused_before_hdf5_parses_it(tmp_path: Path) -> None:
+    good = finished(tmp_path / "good" / "embeddings.h5")
+    rows = ("embeddings/layer%2Fa.b", "outputs/predicted", "thumbnails", "row_crc32", "status")
+    with h5py.File(good) as file:
+        of_rows = np.zeros(good.stat().st_size, bool)
+        for name in (*rows, "commit"):
+            offset = file[name].id.get_offset()
+            of_rows[offset : offset + file[name].nbytes] = True
+        places = {name: file[name].id.get_offset() for name in ("ids", "labels", "metadata/size")}
+    data = np.frombuffer(good.read_bytes(), "u1")
+    rng = np.random.default_rng(0)
+    skeleton = np.flatnonzero(~of_rows & (data != 0))[:-8]
+    at_random = np.flatnonzero(~of_rows)[:-8]
+    path = tmp_path / "embeddings.h5"
+    for at in [*places.values(), *rng.choice(skeleton, 200), *rng.choice(at_random, 50)]:
+        changed = data.copy()
+        changed[at] ^= 1 << rng.integers(8)
+        path.write_bytes(changed.tobytes())
+        for opened in (store.open, store.read_items, store.describe):
+            with pytest.raises(StoreError, match="outside its rows have changed|not an HDF5 file"):
+                opened(path)
+    for name in rows:
+        changed = data.copy()
+        with h5py.File(good) as file:
+            changed[file[name].id.get_offset()] ^= 1
+        path.write_bytes(changed.tobytes())
+        assert store.open(path).verify() == [0]
+
+
+def test_a_projection_with_a_changed_byte_is_refused(tmp_path: Path) -> None:
+    path = store.write_projection(
+        tmp_path / "pca-1.h5",
+        coords=np.ones((3, 2)),
+        ids=list("abc"),
+        attrs={"id": "x", "parent": "p", "method": "pca", "layer": "a"},
+    )
+    good = path.read_bytes()
+    n = 0
+    for at in range(8, len(good) - 8, 37):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        with pytest.raises(StoreError, match="bytes outside its rows have changed"):
+            store.open_projection(path)
+        n += 1
+    assert n > 50
+
+
+def test_files_without_a_checksum_behind_them_are_read(tmp_path: Path) -> None:
+    """Older ones have none, and HDF5 takes it away where another tool changes a file."""
+    path = finished(tmp_path / "embeddings.h5")
+    whole = path.read_bytes()
+    n_regions = struct.unpack_from("<Q", whole, len(whole) - 24)[0]
+    path.write_bytes(whole[: -24 - 16 * n_regions])
+    assert store.open(path).verify() == []
+    path.write_bytes(whole)
+    with h5py.File(path, "r+") as file:
+        file.attrs["note"] = "mine"
+        file["more"] = np.arange(9)
+    opened = store.open(path)
+    assert (opened.attrs["note"], opened.verify()) == ("mine", [])
+
+
+def test_a_footer_that_lies_is_refused(tmp_path: Path) -> None:
+    path = finished(tmp_path / "embeddings.h5")
+    whole = path.read_bytes()
+    size = len(whole)
+    for regions in ([(0, size - 40)], [(5000, 10), (4000, 10)], [(size, 1)], [(2**64 - 1, 2)]):
+        path.write_bytes(whole + store._footer(0, regions))
+        with pytest.raises(StoreError, match="outside its rows have changed"):
+            store.open(path)
+    body = struct.pack("<QI", 2**60, 0)
+    path.write_bytes(whole + body + struct.pack("<I", zlib.crc32(body)) + b"EMBXFTR1")
+    with pytest.raises(StoreError, match="outside its rows have changed"):
+        store.open(path)
+
+
+def test_an_unfinished_file_under_a_final_name_is_not_taken_for_whole(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 7)
+    writer.commit()
+    writer.close()
+    store.partial_path(path).rename(path)
+    for opened in (store.open, store.Embeddings, store.describe):
+        with pytest.raises(StoreError, match=r"is not finished, 7 of 23 .* embeddings.h5.partial"):
+            opened(path)
 
 
 def hostile(path: Path, change: str) -> None:
@@ -393,6 +490,39 @@ def test_a_projection_reads_back_as_written(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_file_of_arrays_reads_back_as_written_and_no_other_format_is_taken_for_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "neighbors-1.h5"
+    arrays = {"a": np.arange(6, dtype="i4").reshape(2, 3), "b": np.ones((2, 1), "f4")}
+    store.write_arrays(
+        path, format=store.NEIGHBORS_FORMAT, attrs={"parent": "p", "k": 3}, arrays=arrays
+    )
+    attrs, read = store.read_arrays(path, format=store.NEIGHBORS_FORMAT, names=["b", "a"])
+    assert (attrs["parent"], attrs["k"]) == ("p", 3)
+    assert list(read) == ["b", "a"]
+    for name, array in read.items():
+        assert array.dtype == arrays[name].dtype
+        np.testing.assert_array_equal(array, arrays[name])
+    with pytest.raises(StoreError, match="is not an embedx-projection file"):
+        store.open_projection(path)
+    with pytest.raises(StoreError, match="the dataset c is missing"):
+        store.read_arrays(path, format=store.NEIGHBORS_FORMAT, names=["c"])
+    with pytest.raises(StoreError, match="not an embedx-neighbors file"):
+        store.read_arrays(finished(tmp_path / "embeddings.h5"), format=store.NEIGHBORS_FORMAT)
+
+
+def test_the_neighbours_of_replaced_embeddings_go_and_those_of_others_stay(tmp_path: Path) -> None:
+    own, other, foreign = (
+        tmp_path / f"neighbors-{name}.h5" for name in ("own", "other", "foreign")
+    )
+    for path, parent in ((own, "p"), (other, "q")):
+        store.write_arrays(path, format=store.NEIGHBORS_FORMAT, attrs={"parent": parent}, arrays={})
+    foreign.write_text("not ours")
+    store.remove_derived(tmp_path, "p")
+    assert sorted(tmp_path.iterdir()) == [foreign, other]
+
+
 def test_rows_may_all_be_without_a_label(tmp_path: Path) -> None:
     writer = store.create(
         tmp_path / "embeddings.h5",
@@ -483,17 +613,20 @@ def test_pandas_gets_one_row_a_sample(tmp_path: Path) -> None:
     )
 
 
-def test_the_last_commit_is_checked_when_resuming(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [7, 12])
+def test_every_row_is_checked_when_resuming(tmp_path: Path, stop: int) -> None:
     path = tmp_path / "embeddings.h5"
     writer = create(path)
     append(writer, 0, 7)
+    writer.commit()
+    append(writer, 7, stop)
     writer.commit()
     offset = writer._offsets["thumbnails"] + 5 * 12
     writer.close()
     with store.partial_path(path).open("r+b") as file:
         file.seek(offset)
         file.write(b"\x07\x07")
-    with pytest.raises(StoreError, match="row 5 of the last commit does not match its checksum"):
+    with pytest.raises(StoreError, match="row 5 does not match its checksum"):
         store.resume(path)
 
 
@@ -501,20 +634,29 @@ def test_reasons_are_read_whatever_the_ids_hold_and_torn_lines_are_passed_over(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "embeddings.h5"
-    writer = create(path)
-    rows = {name: array[:3] for name, array in all_rows().items()}
     ids = ["a\u2028b", "c\x85\n", "\udcff"]
+    field = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    writer = store.create(path, ids=ids, fields=[field], attrs={"id": "0"})
     reasons = {i: (name, "x") for i, name in enumerate(ids)}
+    rows = {field.name: np.zeros((3, 1), "f4")}
     writer.append(rows, status=np.full(3, Status.FAILED), reasons=reasons)
     writer.commit()
     writer.close()
-    with store._running_errors_path(path).open("ab") as file:
-        file.write(b'[]\n{"a": 1}\n{"row": 9, "id": "\xc3')
+    listing = store._running_errors_path(path)
+    written = listing.read_bytes()
+    with listing.open("ab") as file:
+        file.write(b'[]\n{"a": 1}\n{"row": 1e999, "id": "", "reason": ""}\n')
+        file.write(b'{"row": Infinity, "id": "", "reason": ""}\n{"row": NaN, "id": 1}\n')
+        file.write(b'{"row": ' + b"9" * 5000 + b"}\n" + b"[" * 100_000 + b"\n\xff\xfe\n")
+        file.write(b'{"row": [], "id": "", "reason": ""}\n{"row": 9, "id": "\xc3')
     assert [reason["id"] for reason in store.read_reasons(path)] == ids
+    with listing.open("ab") as file:  # of rows that did not fail, or of other ids: not ours
+        file.write(b'\n{"row": 7, "id": "h", "reason": "forged"}\n')
+        file.write(b'{"row": 0, "id": "b", "reason": "forged"}\n')
     again = store.resume(path)
     assert again is not None
     again.close()
-    assert [reason["id"] for reason in store.read_reasons(path)] == ids
+    assert listing.read_bytes() == written
 
 
 def test_a_file_left_by_a_killed_create_is_cleared_away(tmp_path: Path) -> None:
@@ -523,11 +665,31 @@ def test_a_file_left_by_a_killed_create_is_cleared_away(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["embeddings.h5"]
 
 
+def test_columns_may_have_any_name(tmp_path: Path) -> None:
+    names = [".", "..", "%2E", "a/b", "%2F", "%", "ü", "a b"]
+    writer = store.create(
+        tmp_path / "embeddings.h5",
+        ids=["a"],
+        fields=[store.embeddings_field("..", n_features=1, dtype=np.dtype("f4"), attrs={})],
+        attrs={"id": "0"},
+        metadata={name: np.array([i]) for i, name in enumerate(names)},
+    )
+    writer.append({"embeddings/%2E%2E": np.ones((1, 1), "f4")}, status=np.ones(1))
+    opened = store.open(writer.finish())
+    assert {name: int(column[0]) for name, column in opened.metadata.items()} == {
+        name: i for i, name in enumerate(names)
+    }
+    assert list(opened.embeddings) == [".."]
+
+
 def test_columns_of_another_length_and_equal_ids_are_refused(tmp_path: Path) -> None:
     field = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
     for ids, options, message in [
         (["a", "b"], {"labels": np.zeros(3), "label_names": ["q"]}, "labels has 3 values for 2"),
         (["a", "b"], {"metadata": {"k": ["x"]}}, "k has 1 values for 2 rows"),
+        (["a"], {"metadata": {"k": np.array(["2026-01-01"], "M8[D]")}}, r"type datetime64\[D\]"),
+        (["a"], {"metadata": {"k": np.ones(1, "c8")}}, "k has .* type complex64; give numbers"),
+        (["a"], {"metadata": {"k": np.ones((1, 2))}}, r"the column k has shape \(1, 2\)"),
         (["a", "a"], {}, "two ids are the same"),
         (["\udc80", "\\udc80"], {}, "two ids are the same"),
     ]:
@@ -681,3 +843,158 @@ def test_rows_go_on_while_the_disk_is_slow_and_count_once_it_has_them(
         writer.commit()
     with pytest.raises(StoreError, match="closed"):
         append(writer, 9, 10)
+
+
+# --------------------------------------------------------------------------- whose file it is
+
+
+PLANTS = {
+    "symbolic link": lambda path, victim: path.symlink_to(victim),
+    "hard link": lambda path, victim: os.link(victim, path),
+    "dangling link": lambda path, victim: path.symlink_to(victim.with_name("nowhere")),
+    "folder": lambda path, victim: path.mkdir(),
+    "pipe": lambda path, victim: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_nothing_is_written_through_a_link_and_into_nothing_that_is_no_file(
+    tmp_path: Path, plant: str
+) -> None:
+    victim = tmp_path / "precious"
+    victim.write_bytes(b"precious" * 20)
+    path = tmp_path / "run" / "embeddings.h5"
+    path.parent.mkdir()
+    lock = path.with_name("embeddings.h5.lock")
+    PLANTS[plant](lock, victim)
+    with pytest.raises(StoreError, match="embeddings.h5.lock is a link, .*; remove it"):
+        create(path)
+    lock.rmdir() if lock.is_dir() else lock.unlink()
+    writer = create(path)
+    PLANTS[plant](store._running_errors_path(path), victim)
+    append(writer, 0, 5, frozenset({2}))
+    with pytest.raises(StoreError, match="errors.jsonl.partial is a link, .*; remove it"):
+        writer.commit()
+    assert victim.read_bytes() == b"precious" * 20
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["precious", "run"]
+
+
+def test_an_unfinished_file_that_has_a_second_name_is_not_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "embeddings.h5"
+    create(path).close()
+    os.link(store.partial_path(path), tmp_path / "backup")
+    before = (tmp_path / "backup").read_bytes()
+    with pytest.raises(StoreError, match="has a second name"):
+        store.resume(path)
+    assert (tmp_path / "backup").read_bytes() == before
+
+
+def take_lock(path: Path) -> None:
+    """As a process that begins anew after somebody removed the lock."""
+    path.with_name(path.name + ".lock").unlink()
+    path.with_name(path.name + ".lock").write_text("process 1 on elsewhere\n")
+
+
+def take_partial(path: Path) -> None:
+    store.partial_path(path).rename(path.with_name("moved"))
+    store.partial_path(path).write_bytes(b"of another")
+
+
+STEPS: dict[str, Callable[[store.Writer], object]] = {
+    "append": lambda writer: append(writer, 7, 9),
+    "commit": lambda writer: writer.commit(),
+    "finish": lambda writer: writer.finish(),
+    "discard": lambda writer: writer.discard(),
+    "before another file is written": lambda writer: writer.require_own(),
+}
+
+
+@pytest.mark.parametrize(
+    ("take", "step"),
+    # The name is looked at with each commit, the lock with each batch.
+    [*((take_lock, step) for step in STEPS), *((take_partial, s) for s in STEPS if s != "append")],
+)
+def test_a_writer_whose_place_was_taken_stops_and_leaves_what_is_there(
+    tmp_path: Path, step: str, take: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "run" / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 7, frozenset({2}))
+    writer.commit()
+    if step != "append":
+        append(writer, 7, N_ROWS)
+    take(path)
+    before = {file: file.read_bytes() for file in path.parent.iterdir()}
+    with pytest.raises(InUseError, match="was removed or replaced while .* was being written"):
+        STEPS[step](writer)
+    writer.close()
+    if take is take_partial:
+        del before[path.with_name("embeddings.h5.lock")]  # it is ours
+    assert {file: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+def test_of_two_threads_that_begin_at_once_one_is_refused_and_the_other_is_whole(
+    tmp_path: Path,
+) -> None:
+    def begin(path: Path, start: threading.Barrier, ends: list[str]) -> None:
+        start.wait()
+        try:
+            writer = create(path)
+            append(writer, 0, N_ROWS)
+            start.wait(timeout=5)
+            ends.append(sha256(writer.finish()))
+        except InUseError as error:
+            ends.append(str(error))
+            start.wait(timeout=5)
+
+    whole = sha256(finished(tmp_path / "whole" / "embeddings.h5"))
+    for n in range(30):
+        path = tmp_path / str(n) / "embeddings.h5"
+        start, ends = threading.Barrier(2), list[str]()
+        both = [threading.Thread(target=begin, args=(path, start, ends)) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        assert sorted(ends) == sorted(
+            [whole, f"{path} is being written by this process; close it first"]
+        )
+        assert [file.name for file in path.parent.iterdir()] == ["embeddings.h5"]
+
+
+# --------------------------------------------------------------------------- rows that wait
+
+
+def test_rows_that_nothing_follows_are_committed_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "COMMIT_S", 0.1)
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 3)
+    append(writer, 3, 7)
+    until = time.monotonic() + 10
+    while store.Embeddings(store.partial_path(path)).n_rows < 7:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    append(writer, 7, N_ROWS)
+    assert sha256(writer.finish()) == sha256(finished(tmp_path / "other" / "embeddings.h5"))
+
+
+def test_what_fails_while_rows_wait_is_said_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "COMMIT_S", 0.05)
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    append(writer, 0, 3)
+    writer._lock.path.unlink()
+    until = time.monotonic() + 10
+    while not (writer._committing and writer._committing[1].done()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(InUseError, match="was removed or replaced"):
+        append(writer, 3, 5)
+    with pytest.raises(StoreError, match="is closed"):
+        writer.commit()
+    assert store.Embeddings(store.partial_path(path)).n_rows == 0
