@@ -37,6 +37,7 @@ from torchvision.models import ResNet18_Weights, resnet18
 import embedx
 from embedx import data, hooks, models, pooling, store
 from embedx.rows import Rows
+from embedx.threads import n_threads
 
 stage = importlib.import_module("embedx.extract")  # embedx.extract is the function
 
@@ -239,7 +240,7 @@ def main() -> None:
             for what in ("embedx", "embedx bf16"):
                 print(f"{what}: {ratio(seconds, what, beside)} times as fast as {beside}")
 
-        cpus = stage._cpus()
+        cpus = n_threads()
         for precision, what in (("fp32", "embedx"), ("bf16", "embedx bf16")):
             plan = stage._Plan(
                 model=described,

@@ -18,7 +18,7 @@ import torchvision
 import embedx
 from embedx import cli, models
 from embedx.checks import WORDS, without_article
-from embedx.configs import ROLE, Configs, conf_dir
+from embedx.configs import ROLE, Configs, conf_dir, function_of
 
 CONFIGS = Configs()
 
@@ -53,15 +53,15 @@ def stage_page(stage: str) -> str:
         parts.append("## Errors")
         parts.append("\n".join(f"- `{name}`: {prose(when)}" for name, when in raises))
         parts.append("[What to do about them](../errors.md).")
-    if stage in embedx.__all__:
-        parts.append(f"From Python: {{py:func}}`embedx.{stage}`.")
+    if (name := function_of(stage)[1]) in embedx.__all__:
+        parts.append(f"From Python: {{py:func}}`embedx.{name}`.")
     return "\n\n".join(parts) + "\n"
 
 
 def stage_function(stage: str) -> Callable[..., Any]:
     """What the command line calls for a stage."""
-    found: Callable[..., Any] = getattr(embedx if stage in embedx.__all__ else cli, stage)
-    return found
+    module, name = function_of(stage)
+    return locate(f"embedx.{module}.{name}")
 
 
 def own_keys(stage: str) -> list[tuple[str, ...]]:

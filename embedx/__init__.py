@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from embedx import models as models
     from embedx import pooling as pooling
     from embedx import store as store
+    from embedx.compare import compare as compare
     from embedx.evaluate import evaluate as evaluate
     from embedx.export import export as export
     from embedx.extract import extract as extract
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from embedx.project import project as project
     from embedx.record import join as join
     from embedx.record import record as record
+    from embedx.search import search as search
     from embedx.store import open as open
     from embedx.view import view as view
 
 # Public name -> module that defines it, imported when it is first used.
 _PUBLIC = {
     "capture": "hooks",
+    "compare": "compare",
     "evaluate": "evaluate",
     "export": "export",
     "extract": "extract",
@@ -33,6 +36,7 @@ _PUBLIC = {
     "open": "store",
     "project": "project",
     "record": "record",
+    "search": "search",
     "view": "view",
 }
 
@@ -41,6 +45,7 @@ _MODULES = ("data", "errors", "models", "pooling", "store")
 
 __all__ = [
     "capture",
+    "compare",
     "evaluate",
     "export",
     "extract",
@@ -48,6 +53,7 @@ __all__ = [
     "open",
     "project",
     "record",
+    "search",
     "view",
 ]
 

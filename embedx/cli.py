@@ -16,7 +16,11 @@ import logging
 import os
 import re
 import shlex
+import shutil
+import signal
 import sys
+import tempfile
+import traceback
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +45,14 @@ from embedx.errors import (
     EmbedxError,
     Interrupted,
     StoreError,
+    missing_extra,
     nearest,
+    short,
 )
 
 if TYPE_CHECKING:
     from embedx.models import Model
-    from embedx.store import Projection
+    from embedx.store import Embeddings, Projection
 
 log = logging.getLogger("embedx")
 
@@ -57,6 +63,8 @@ STAGES = {
     "evaluate": "score embeddings and maps",
     "export": "write a folder for TensorBoard's projector",
     "view": "draw maps as pictures, or serve the projector",
+    "neighbors": "find the nearest rows, duplicates, outliers and doubtful labels",
+    "compare": "rank several runs in one table, and draw their maps side by side",
     "layers": "list the layers of a model",
     "info": "say what is in a file, and check it",
 }
@@ -83,13 +91,23 @@ FLAGS = {
     **dict.fromkeys(["--config-name", "-cn", "--config-dir", "-cd"], True),
     **dict.fromkeys(["--shell-completion", "-sc"], False),
 }
+_LOST = (
+    "Interrupted: its process was killed, or ran out of memory, and jobs after it may not have "
+    "run; the same sweep again goes on with what is missing"
+)
 UNSAID = "the file does not say how it was made"
 _WORKS_ON = {  # stage -> the key that names its run; the newest where it is not given
     "project": "embeddings",
     "evaluate": "embeddings",
     "export": "embeddings",
     "view": "embeddings",
+    "neighbors": "embeddings",
     "info": "path",
+}
+_LAUNCHERS = {
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
 }
 _LOADS_NO_JOB = frozenset(["--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"])
 
@@ -320,7 +338,7 @@ def _quote_layers(value: str) -> str:
             lambda match: "[" + ",".join(map(as_text, match[1].split(","))) + "]",
             value,
         )
-    if re.fullmatch(r"[\d.,]+", value):
+    if re.fullmatch(r"[\d._,]+", value):
         return ",".join(as_text(part) for part in value.split(","))
     return value
 
@@ -347,13 +365,15 @@ def _prepare(
                 f"{word!r} is not KEY=VALUE; the keys are shown by: python -m embedx {stage} --help"
             )
         key, value = match["key"], match["value"]
+        if re.match(r"hydra[./]launcher\b", key) and not sweeps and not shows_only:
+            raise ConfigError(f"{word} has no use without -m, which makes a sweep; add -m")
         given.add(key)
         if match["plus"] == "~" and "." not in key:
             raise ConfigError(f"{word} takes away what {stage} needs; set it instead: {key}=...")
         if key in groups and value in ("null", "") and key != "experiment":
             options = ", ".join(configs.options(key))
             raise ConfigError(f"{key} must be one of {options}, not {value!r}")
-        if key == "layers" and value is not None:
+        if key in ("layers", "query") and value is not None:
             prepared.append(f"{match['plus']}{key}={_quote_layers(value)}")
         elif key in groups and value is not None:
             prepared.append(f"{key}={value}")  # +model=x means model=x
@@ -412,6 +432,15 @@ def _print_help(stage: str, configs: Configs) -> None:
 # --------------------------------------------------------------------------- Hydra
 
 
+def _in_our_words(error: Exception) -> EmbedxError:
+    """A user's mistake as an error of ours; anything else is a bug, and raised as it is."""
+    if isinstance(error, EmbedxError):
+        return error
+    if isinstance(error, OSError):
+        return _unusable(error)
+    raise error
+
+
 def _unusable(error: OSError) -> EmbedxError:
     """A path that the operating system refuses, in our words; any other OSError is a bug."""
     if error.filename is None or isinstance(error, BrokenPipeError):
@@ -450,82 +479,198 @@ def _dispatch(stage: str, words: Sequence[str]) -> int:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    started: list[str] = []
-    failed: list[tuple[str, EmbedxError]] = []
-    parent = os.getpid()
-
-    def job(config: DictConfig) -> None:
-        label = _sweep_label()
-        started.append(label)
-        if label:
-            log.info("%s", label)
-        try:
-            _call_stage(stage, config)
-        except Interrupted as error:
-            raise _StopAll(error) from None
-        except (EmbedxError, OSError) as error:
-            # Raised, it would stand in Hydra's frame; a launcher of processes knows no other way.
-            if os.getpid() != parent:
-                raise
-            reason = error if isinstance(error, EmbedxError) else _unusable(error)
-            failed.append((label, reason))
-            if label:
-                _print_error(reason)
-
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     sweeps = bool({"-m", "--multirun"} & set(flags))
     prepared = _prepare(stage, overrides, configs, shows_only=shows_only, sweeps=sweeps)
+    started: list[str] = []
+    failed: list[EmbedxError] = []
+
+    def job(config: DictConfig) -> None:
+        started.append(stage)
+        try:
+            _call_stage(stage, config)
+        except (EmbedxError, OSError) as error:
+            failed.append(_in_our_words(error))  # raised, it would stand in Hydra's frame
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and we print them in one line
     try:
+        if sweeps and not shows_only:
+            return _run_sweep(stage, prepared, flags)
         _run_hydra(stage, [*prepared, *flags], job)
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         # Before the first job a ValueError is Hydra's word on an override or a flag.
-        if full_error or (started and isinstance(error, (ValueError, OSError))):
+        is_own = isinstance(error, EmbedxError)
+        if is_own or full_error or (started and isinstance(error, (ValueError, OSError))):
             raise
         raise _one_line(error, stage, prepared, configs) from None
-    except _StopAll as stop:
-        raise stop.reason from None
     finally:
-        if sweeps:
-            _tidy_sweeps()
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-    if sweeps and not started and not shows_only:
-        raise ConfigError(
-            "the sweep has no job: a list or a glob in it is empty; in a sweep name the values, as "
-            "in model=resnet18,resnet50"
-        )
-    for label, reason in failed:
-        if label:
-            print(f"failed {label}", file=sys.stderr)
+    for reason in failed:
+        if isinstance(reason, Interrupted):
+            raise reason
         _print_error(reason)
     return 1 if failed else 0
 
 
-def _tidy_sweeps() -> None:
-    """Hydra notes every sweep in a folder of its own, also a refused one."""
-    for path in (Path("outputs/.sweeps/multirun.yaml"), Path("outputs/.sweeps"), Path("outputs")):
+# --------------------------------------------------------------------------- sweeps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """A sweep as its jobs know it, in whatever process they run.
+
+    Attributes:
+        stage: What each job does.
+        folder: Of this sweep alone: each job notes there how it ended, for Hydra does not say.
+        process: The one that the user started.
+    """
+
+    stage: str
+    folder: Path
+    process: int
+
+    def note(self, number: int, **about: Any) -> None:
+        path = self.folder / f"job-{number}.json"
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(about))
+        beside.replace(path)
+
+    def notes(self) -> dict[int, dict[str, Any]]:
+        """What each job that has begun noted last."""
+        paths = {
+            int(path.stem.removeprefix("job-")): path for path in self.folder.glob("job-*.json")
+        }
+        return {number: json.loads(path.read_text()) for number, path in sorted(paths.items())}
+
+
+def _run_sweep(stage: str, overrides: Sequence[str], flags: Sequence[str]) -> int:
+    """Run a sweep by whatever launcher; every job runs, also after one that fails.
+
+    Raises:
+        ConfigError: It has no job.
+        Interrupted: A signal stopped it.
+    """
+    from omegaconf import DictConfig
+
+    is_new = not Path("outputs").exists()
+    sweep = _Sweep(stage, _sweep_folder(), os.getpid())
+    kept = f"hydra.sweep.dir={quoted(os.path.relpath(sweep.folder))}"
+    own = [] if any(word.startswith("hydra.sweep.dir=") for word in overrides) else [kept]
+
+    def job(config: DictConfig) -> None:
+        _run_job(sweep, config)
+
+    def stop(number: int, _: Any) -> None:
+        name = signal.Signals(number).name
+        raise _StopAll(
+            Interrupted(f"stopped by {name}; what is done is kept", signal_number=number)
+        )
+
+    # A launcher's processes would outlive this one.
+    before = signal.signal(signal.SIGTERM, stop)
+    failed: list[tuple[str, str]] = []
+    try:
         try:
-            path.rmdir() if path.is_dir() else path.unlink()
-        except OSError:  # not there, or not empty
-            continue
+            _run_hydra(stage, [*overrides, *own, *flags], job)
+        except Exception:
+            # The launcher fails where a process was killed under it.
+            if all(note["state"] != "begun" for note in sweep.notes().values()):
+                raise
+        except _StopAll as end:
+            raise end.reason from None
+        notes = sweep.notes()
+        for number, note in notes.items():
+            if note["state"] != "done":
+                failed.append((f"failed job {number}: {note['command']}", note.get("error", _LOST)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _tidy(sweep.folder, keeps_logs=bool(failed), is_new=is_new)
+    if not notes:
+        raise ConfigError(
+            "the sweep has no job: a list or a glob in it is empty; in a sweep name the values, as "
+            "in model=resnet18,resnet50"
+        )
+    done = len(notes) - len(failed)
+    log.info("%s jobs: %s done, %s failed", len(notes), done, len(failed))
+    for lines in failed:
+        for line in lines:
+            print(_legible(line), file=sys.stderr)
+    return 1 if failed else 0
 
 
-def _sweep_label() -> str:
+def _run_job(sweep: _Sweep, config: Any) -> None:
+    """A job, in a process that may have nothing of what the user's has."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
-    config = HydraConfig.get()
-    if config.mode != RunMode.MULTIRUN:
-        return ""
-    words = [word.lstrip("+") for word in config.overrides.task]
-    return f"job {config.job.num}: {' '.join(words)}"
+    hydra = HydraConfig.get()
+    number, words = int(hydra.job.num), list(hydra.overrides.task)
+    is_apart = os.getpid() != sweep.process
+    if is_apart:
+        _set_apart(f"job {number}: ")
+    shown = " ".join(word.lstrip("+") for word in words)
+    log.info("%s", shown if is_apart else f"job {number}: {shown}")
+    alone = _command(sweep.stage, *_config_dir_words(), *map(shlex.quote, words))
+    sweep.note(number, state="begun", command=alone)
+    try:
+        _call_stage(sweep.stage, config)
+    except Interrupted as error:
+        if is_apart:
+            raise KeyboardInterrupt from None  # what a launcher hands on
+        raise _StopAll(error) from None
+    except Exception as error:
+        try:
+            reason: Exception = _in_our_words(error)
+            _print_error(reason)
+        except Exception:  # a bug of ours, or of the user's own code
+            traceback.print_exc()
+            reason = error
+        about = short(f"{type(reason).__name__}: {reason}", most=2000)
+        sweep.note(number, state="failed", command=alone, error=about)
+    else:
+        sweep.note(number, state="done", command=alone)
+
+
+def _set_apart(prefix: str) -> None:
+    """Set up a process of a launcher's: lines that say whose they are, and no bars among them."""
+    from embedx import progress
+
+    _quiet()
+    for handler in log.handlers:
+        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    progress.shows_bars = False
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
+
+
+def _sweep_folder() -> Path:
+    """A new folder for a sweep, which Hydra makes use of too."""
+    top = Path("outputs/.sweeps")
+    while True:
+        try:
+            top.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(dir=top)).absolute()
+        except FileNotFoundError:  # another sweep has just tidied up
+            continue
+        except OSError as error:
+            raise _unusable(error) from None
+
+
+def _tidy(folder: Path, *, keeps_logs: bool, is_new: bool) -> None:
+    """Leave nothing behind but the logs of jobs that failed where nobody saw them."""
+    logs = folder / ".submitit"
+    if keeps_logs and logs.is_dir():
+        log.info("what the jobs printed is in %s", os.path.relpath(logs))
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in (folder.parent, folder.parent.parent)[: 1 + is_new]:
+        with contextlib.suppress(OSError):  # not empty
+            path.rmdir()
 
 
 def _one_line(
     error: Exception, stage: str, overrides: Sequence[str], configs: Configs
-) -> ConfigError:
+) -> EmbedxError:
     """Hydra's and OmegaConf's errors in our form."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue
@@ -552,6 +697,9 @@ def _one_line(
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         options = [str(option) for option in (error.options or configs.options(group))]
+        if group == "hydra/launcher" and name in _LAUNCHERS:
+            where = f"hydra/launcher={name}"
+            return missing_extra(_LAUNCHERS[name], extra="sweep", needed_for=where)
         return ConfigError(
             f"there is no {group or 'config'} {name!r}; the nearest are "
             f"{', '.join(nearest(name, options))}, and all are {', '.join(options)}"
@@ -727,7 +875,16 @@ def _project(values: dict[str, Any]) -> "Projection":
     from embedx.project import project
 
     settings = dict(values)
-    method, parameters = _plugin(settings.pop("projection"), "projection", project)
+    node = settings.pop("projection")
+    if settings["transform_from"] is not None:
+        named = [word for word in _typed() if re.match(r"\+*projection\b", word)]
+        if named:
+            raise ConfigError(
+                f"{named[0]} has no use beside transform_from: the rows are placed by the method "
+                "and the parameters of that map; leave it out"
+            )
+        return project(**settings)
+    method, parameters = _plugin(node, "projection", project)
     return project(method=method, **settings, **parameters)
 
 
@@ -753,6 +910,94 @@ def _stage_view(values: dict[str, Any]) -> None:
     view(**values)
     if values["viewer"] == "map":
         _next(f"export {override('embeddings', values['embeddings'])}")
+
+
+def _stage_neighbors(values: dict[str, Any]) -> None:
+    from embedx import store
+    from embedx.search import is_hdf5, row_of, search
+
+    check_arguments(search, values)
+    opened = store.open(values.pop("embeddings"))
+    query = values.pop("query")
+    with contextlib.ExitStack() as stack:
+        asked = query
+        if query is not None and row_of(opened, query) is None:
+            path = Path(query).expanduser()
+            if path.is_file() and not is_hdf5(path):
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="embedx-"))
+                asked = _embedded(path, opened, layer=values["layer"], folder=Path(folder))
+        findings = search(opened, query=asked, **values)
+    suspects = [row for table in findings.tables.values() for row in table if row.get("suspect")]
+    named = f" {override('query', suspects[0]['id'])}" if query is None and suspects else ""
+    if named or query is not None:
+        _next(f"neighbors {override('embeddings', opened.path)}{named}")
+
+
+def _stage_compare(values: dict[str, Any]) -> None:
+    from embedx.compare import compare
+
+    compare(values.pop("runs"), **values)
+
+
+def _embedded(path: Path, opened: "Embeddings", *, layer: str | None, folder: Path) -> "Embeddings":
+    """A picture through the model that made a file, as the file says it was made.
+
+    A file may say anything: only models and poolings of embedx are built because it says so.
+
+    Raises:
+        ConfigError: The file does not say how it was made, or by code that is not embedx's.
+        DataError: The picture cannot be read.
+        StoreError: The file has no such layer.
+    """
+    from embedx.data import Source, decode_image
+    from embedx.extract import extract
+    from embedx.pooling import POOLINGS
+
+    point, _ = opened.rows(layer)
+    settings = _recorded(opened.path, opened.attrs)
+    where = f"query={path} is not run through the model of {opened.path}, for"
+    way_out = "extract it by your own command with another name, then query=outputs/NAME"
+    if settings is None or "choices" not in settings:
+        raise ConfigError(f"{where} {UNSAID}; {way_out}")
+    model, pool = settings.get("model"), settings.get("pooling", "auto")
+    if isinstance(pool, list):
+        points = list(opened.embeddings)
+        pool = pool[points.index(point)] if len(pool) == len(points) else None
+    ours = Configs()
+    targets = {ours.document(f"model/{name}")["_target_"] for name in ours.options("model")}
+    poolings = {f"embedx.pooling.{name}" for name in POOLINGS}
+    named = model.get("_target_") if isinstance(model, dict) else None
+    if foreign := _foreign_code([model, pool]):
+        raise ConfigError(
+            f"{where} that takes code that a file names ({', '.join(foreign)}), which is not run; "
+            + way_out
+        )
+    is_known_pool = isinstance(pool, str) or (
+        isinstance(pool, dict) and pool.get("_target_") in poolings
+    )
+    if named not in targets - {"???"} or not is_known_pool:
+        raise ConfigError(f"{where} its settings name no model of embedx; {way_out}")
+    try:
+        image = decode_image(path)
+    except (DataError, OSError) as error:
+        raise DataError(f"query={path} cannot be read as a picture: {error}") from None
+    kept = {key: settings[key] for key in ("normalize", "precision", "dtype") if key in settings}
+    log.info("running %s through %s", path, opened.attrs.get("model"))
+    before = log.level
+    log.setLevel(logging.WARNING)  # where it is put for a moment is no news
+    try:
+        return extract(
+            _node(model, "model")(),
+            Source(name=path.name, ids=[str(path)], read=lambda _: image, fingerprint=str(path)),
+            layers=[point],
+            pooling=_pooling(pool),
+            thumbnails=0 if opened.thumbnails is None else opened.thumbnails.shape[1],
+            out=folder,
+            num_workers=0,
+            **kept,
+        )
+    finally:
+        log.setLevel(before)
 
 
 def run(
@@ -933,7 +1178,7 @@ def _project_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
     if not isinstance(settings, dict):
         raise ConfigError("the settings are not JSON")
     method, layer = settings.pop("method", None), settings.pop("layer", None)
-    function = settings.pop("function", f"embedx.project.{method}")
+    function = settings.pop("function", f"embedx.methods.{method}")
     if not all(isinstance(name, str) for name in (method, layer, function)):
         raise ConfigError("the settings name no method or layer")
     configs = _configs()
@@ -941,6 +1186,7 @@ def _project_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
     targets = {str(configs.document(f"projection/{o}").get("_target_")): o for o in options}
     if function not in targets:
         return f"made from Python, by embedx.project with {function}"
+    own = {key: settings.pop(key) for key in configs.keys("project") if key in settings}
     parent = path.parent.parent / store.EMBEDDINGS_NAME
     elsewhere = f"made of embeddings that are not beside it, id {attrs['parent'][:12]}"
     try:
@@ -948,23 +1194,47 @@ def _project_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
             return elsewhere
     except StoreError:  # another file's damage
         return elsewhere
-    words = configs.overrides(
-        "project", {"projection": settings, "layer": layer}, {"projection": targets[function]}
-    )
+    for key in ("transform_from", "align_to"):  # the file knows the other map by its id
+        if key in own:
+            other = _projection_by_id(path.parent, own[key])
+            if other is None:
+                return f"made with {key}=a map that is not beside it, id {str(own[key])[:12]}"
+            own[key] = str(other)
+    if "transform_from" in own:
+        words = configs.overrides("project", own, {})
+    else:
+        values = {"projection": settings, "layer": layer, **own}
+        words = configs.overrides("project", values, {"projection": targets[function]})
     mine = map(shlex.quote, _config_dir_words())
     return ["project", *mine, *words, override("embeddings", parent)]
 
 
-def _extract_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
+def _recorded(path: Path, attrs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The settings that a file says it was made with; None if it holds none."""
     config = read_settings(attrs.get("config"))
+    beside = path.with_name("config.yaml")  # it has paths whole, and may be of another file
+    whole = read_settings(beside.read_bytes()) if beside.is_file() else None
+    is_same = config is not None and whole is not None and whole.get("id") == attrs["id"]
+    return whole if is_same and "choices" in (config or {}) else config
+
+
+def _projection_by_id(folder: Path, file_id: Any) -> Path | None:
+    """The projection of a run beside ``folder``'s, or in it, that has this id."""
+    from embedx import store
+
+    for path in [*sorted(folder.glob("*.h5")), *sorted(folder.glob("../../*/projections/*.h5"))]:
+        with contextlib.suppress(StoreError):
+            if store.open_projection(path).attrs.get("id") == file_id:
+                return Path(os.path.normpath(path))
+    return None
+
+
+def _extract_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
+    config = _recorded(path, attrs)
     if config is None:
         raise ConfigError("the config is not YAML")
     if "choices" not in config:
         return "made from Python, by embedx.extract"
-    beside = path.with_name("config.yaml")  # it has paths whole, and may be of another file
-    whole = read_settings(beside.read_bytes()) if beside.is_file() else None
-    if whole is not None and whole.get("id") == attrs["id"]:
-        config = whole
     choices = config.pop("choices")
     if not isinstance(choices, dict) or not {"model", "data"} <= choices.keys():
         raise ConfigError("the config names no model or data")
@@ -1000,6 +1270,8 @@ _CALLS: dict[str, Callable[[dict[str, Any]], None]] = {
     "evaluate": _stage_evaluate,
     "export": _stage_export,
     "view": _stage_view,
+    "neighbors": _stage_neighbors,
+    "compare": _stage_compare,
     "layers": _stage_layers,
     "info": _stage_info,
 }

@@ -270,8 +270,15 @@ NAME_KEY = (
 _OF_CLI = frozenset(["layers", "info", "run"])
 
 
+def function_of(stage: str) -> tuple[str, str]:
+    """The module and the name of the function that a stage calls."""
+    if stage == "neighbors":  # its module would be the part that finds them
+        return "search", "search"
+    return "cli" if stage in _OF_CLI else stage, stage
+
+
 def _functions(stage: str, *, has_extraction: bool) -> list[tuple[str, str]]:
-    own = ("cli" if stage in _OF_CLI else stage, stage)
+    own = function_of(stage)
     return [own, ("extract", "extract")] if has_extraction and stage != "extract" else [own]
 
 

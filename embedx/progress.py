@@ -8,6 +8,7 @@ from types import TracebackType
 log = logging.getLogger("embedx")
 
 LINE_EVERY_S = 10.0
+shows_bars = True  # on a terminal; not where several processes share it
 
 
 class Progress:
@@ -25,7 +26,7 @@ class Progress:
         self._what = what
         self._started = self._logged = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty():
+        if shows_bars and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(

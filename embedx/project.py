@@ -1,7 +1,7 @@
 """The stage ``project``: embeddings to a map of two or three dimensions.
 
-A projection is a function from rows to a :class:`Result`; its config file names it as
-``_target_``, so that another method is one file more.
+A projection is a function from rows to a :class:`embedx.methods.Result`; its config file names it
+as ``_target_``, so that another method is one file more.
 """
 
 import dataclasses
@@ -19,266 +19,68 @@ from typing import Any
 import numpy as np
 
 from embedx import store
+from embedx.align import SPACE, places_in, procrustes, space_of
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
 from embedx.errors import ConfigError, DataError, StoreError, short
-from embedx.neighbors import Metric, nearest_neighbors, trustworthiness
-from embedx.store import Array, Projection
+from embedx.matrix import Array, Matrix, stratified
+from embedx.methods import (
+    METHODS,
+    Context,
+    Fitted,
+    Place,
+    Result,
+    pca,
+    place_of,
+    principal_components,
+    state_array,
+    why_not_placed,
+)
+from embedx.neighbors import Graph, Metric, cached_graph
+from embedx.scores import SCORED_K, WHOLE_ROWS, map_quality
+from embedx.store import Embeddings, Projection
+from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
 
-TRUSTWORTHINESS_K = 15
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a projection gives.
-
-    Attributes:
-        coords: Shape ``(n, m)``.
-        used: Parameters as they were used, where that differs from what was asked for, and scores
-            of the method's own.
-        state: Arrays of the fitted projection.
-    """
-
-    coords: Array
-    used: dict[str, Any] = dataclasses.field(default_factory=dict)
-    state: dict[str, Array] = dataclasses.field(default_factory=dict)
-
-
-# --------------------------------------------------------------------------- methods
-
-
-def pca(x: Array, *, n_components: int = 2, random_state: int = 0) -> Result:
-    """Principal component analysis, by a full singular value decomposition.
-
-    The sign of each component makes its largest loading positive.
-
-    Args:
-        x: Shape ``(n, d)``, finite.
-        n_components: m, at most min(n, d); clamped with a message.
-        random_state: Not used; the result is exact.
-
-    Returns:
-        Coordinates and the fitted mean ``(d,)`` and components ``(m, d)``.
-
-    Raises:
-        ConfigError: A parameter is out of its range.
-
-    References:
-        Pearson 1901, Philosophical Magazine 2(11); Hotelling 1933.
-    """
-    _in_range("n_components", n_components, least=1)
-    m = _clamp("n_components", n_components, most=min(x.shape))
-    mean = x.mean(axis=0, dtype=np.float64)
-    centered = x.astype(np.float64) - mean
-    _, singular, components = np.linalg.svd(centered, full_matrices=False)
-    components = components[:m]
-    largest = np.abs(components).argmax(axis=1)
-    components *= np.where(components[np.arange(m), largest] < 0, -1.0, 1.0)[:, None]
-    total = float((singular**2).sum())
-    ratio = singular[:m] ** 2 / total if total > 0 else np.zeros(m)
-    return Result(
-        coords=centered @ components.T,
-        used={"n_components": m, "explained_variance_ratio": ratio.tolist()},
-        state={"mean": mean, "components": components},
-    )
-
-
-def tsne(
-    x: Array,
-    *,
-    n_components: int = 2,
-    perplexity: float = 30.0,
-    early_exaggeration: float = 12.0,
-    n_iter: int = 500,
-    metric: Metric = "euclidean",
-    random_state: int = 0,
-) -> Result:
-    """t-distributed stochastic neighbour embedding, by openTSNE.
-
-    Args:
-        x: Shape ``(n, d)``, finite.
-        n_components: m, 2 or 3.
-        perplexity: Effective number of neighbours, at least 1; clamped to (n - 1) / 3 with a
-            message.
-        early_exaggeration: Factor of the attraction in the first 250 iterations, at least 1.
-        n_iter: Iterations after those.
-        metric: Of the distances in ``x``.
-        random_state: Seed.
-
-    Raises:
-        ConfigError: A parameter is out of its range.
-        DataError: Fewer than 4 rows.
-
-    References:
-        van der Maaten, Hinton 2008, JMLR 9; Policar, Strazar, Zupan 2024, JSS 109(3).
-    """
-    _in_range("perplexity", perplexity, least=1)
-    _in_range("early_exaggeration", early_exaggeration, least=1)
-    _in_range("n_iter", n_iter, least=1)
-    n = _nonlinear("t-SNE", x, n_components=n_components, random_state=random_state)
-    import openTSNE
-
-    used = _clamp("perplexity", perplexity, most=(n - 1) / 3)
-    k = min(n - 1, round(3 * used))
-    indices, distances = nearest_neighbors(x, n_neighbors=k, metric=metric)
-    # Perplexity is found row by row, whatever the unit: a row far from all would overflow.
-    unit = distances.mean(axis=1, keepdims=True, dtype=np.float64)
-    distances = distances / np.where(unit > 0, unit, 1)
-    neighbors = openTSNE.nearest_neighbors.PrecomputedNeighbors(indices, distances)
-    logging.getLogger("openTSNE").setLevel(logging.ERROR)  # it warns that it uses what it is given
-    affinities = openTSNE.affinity.PerplexityBasedNN(
-        knn_index=neighbors, perplexity=used, random_state=random_state
-    )
-    # The tree of Barnes-Hut holds any number of dimensions; the grid of FFT only two, and it pays
-    # from some thousands of rows. So do threads: before, they wait for each other at every step,
-    # on a busy machine many times as long as one alone would take.
-    is_large = n > 5000
-    threads = _cpus() if is_large else 1
-    fit = openTSNE.TSNE(
-        n_components=n_components,
-        perplexity=used,
-        early_exaggeration=early_exaggeration,
-        n_iter=n_iter,
-        initialization=_small_start(x, n_components, random_state),
-        negative_gradient_method="fft" if n_components == 2 and is_large else "bh",
-        n_jobs=threads,
-        random_state=random_state,
-    ).fit(affinities=affinities)
-    return Result(
-        coords=np.asarray(fit),
-        used={
-            "perplexity": used,
-            "kl_divergence": float(fit.kl_divergence),
-            "threads": threads,
-        },
-    )
-
-
-def _small_start(x: Array, m: int, random_state: int) -> Array:
-    """The principal components ``(n, m)`` at the scale 1e-4 that t-SNE starts from.
-
-    Noise far below that scale parts rows that are equal, or that one huge row has pressed onto
-    one point: points at the very same place repel each other in no direction and never part.
-    """
-    start = np.random.default_rng(random_state).normal(scale=1e-6, size=(len(x), m))
-    components = pca(x, n_components=min(m, *x.shape)).coords
-    largest = np.abs(components).max()
-    if largest > 0:
-        components = components / largest  # its square could overflow
-        start[:, : components.shape[1]] += components * (1e-4 / components[:, 0].std())
-    return start
-
-
-def umap(
-    x: Array,
-    *,
-    n_components: int = 2,
-    n_neighbors: int = 15,
-    min_dist: float = 0.1,
-    metric: Metric = "euclidean",
-    random_state: int = 0,
-) -> Result:
-    """Uniform manifold approximation and projection, by umap-learn on the exact neighbours.
-
-    Args:
-        x: Shape ``(n, d)``, finite.
-        n_components: m, 2 or 3.
-        n_neighbors: Size of a neighbourhood, counting the row itself, at least 2; clamped to n - 1
-            with a message.
-        min_dist: Least distance between points of the map, 0 to 1.
-        metric: Of the distances in ``x``.
-        random_state: Seed.
-
-    Raises:
-        ConfigError: A parameter is out of its range.
-        DataError: Fewer than 4 rows.
-
-    References:
-        McInnes, Healy, Melville 2018, arXiv:1802.03426.
-    """
-    _in_range("n_neighbors", n_neighbors, least=2)
-    _in_range("min_dist", min_dist, least=0, most=1)
-    n = _nonlinear("UMAP", x, n_components=n_components, random_state=random_state)
-    import umap as umap_learn
-
-    k = int(_clamp("n_neighbors", n_neighbors, most=n - 1))
-    indices, distances = nearest_neighbors(x, n_neighbors=k - 1, metric=metric)
-    # umap-learn counts a row as its own first neighbour.
-    indices = np.hstack([np.arange(n)[:, None], indices])
-    distances = np.hstack([np.zeros((n, 1), np.float32), distances])
-    fit = umap_learn.UMAP(
-        n_components=n_components,
-        n_neighbors=k,
-        min_dist=min_dist,
-        metric=metric,
-        precomputed_knn=(indices, distances, None),
-        # The spectral start solves for m + 1 eigenvectors, which tiny data do not have.
-        init="spectral" if n > 2 * (n_components + 1) else "random",
-        random_state=random_state,
-        n_jobs=1,  # what a seed makes of it anyway
-    )
-    coords = fit.fit_transform(x)
-    return Result(coords=np.asarray(coords), used={"n_neighbors": k})
-
-
-def _cpus() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _clamp(name: str, value: Any, *, most: Any) -> Any:
-    if value <= most:
-        return value
-    log.warning("%s=%s is too large for these rows: using %.4g", name, value, most)
-    return most
-
-
-def _in_range(name: str, value: float, *, least: float, most: float = np.inf) -> None:
-    if not (least <= value <= most and np.isfinite(value)):
-        limits = f"at least {least}" if most == np.inf else f"{least} to {most}"
-        raise ConfigError(f"projection.{name} must be {limits}, not {value!r}")
-
-
-def _nonlinear(title: str, x: Array, *, n_components: int, random_state: int) -> int:
-    """Refuse what t-SNE and UMAP both cannot take; returns n."""
-    _in_range("n_components", n_components, least=2, most=3)
-    _in_range("random_state", random_state, least=0, most=2**32 - 1)
-    if len(x) < 4:
-        raise DataError(
-            f"{title} needs at least 4 rows, and there are {len(x)}; use projection=pca"
-        )
-    return len(x)
-
-
-# --------------------------------------------------------------------------- the stage
-
 _OURS = ["function"]  # a setting that stands beside the parameters
-METHODS: dict[str, Callable[..., Result]] = {"pca": pca, "tsne": tsne, "umap": umap}
+_CONTEXT = "context"  # an argument that the stage gives, and nobody else
 
 
 @checked
 def project(
-    embeddings: str | os.PathLike[str] | store.Embeddings,
+    embeddings: str | os.PathLike[str] | Embeddings,
     *,
-    method: str | Callable[..., Result] = "umap",
+    method: str | Callable[..., Result] | None = None,
     layer: str | None = None,
+    pre_pca: int | None = None,
+    landmarks: int | None = None,
+    transform_from: str | os.PathLike[str] | Projection | None = None,
+    align_to: str | os.PathLike[str] | Projection | None = None,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     **parameters: Any,
 ) -> Projection:
     """Project the rows of an embeddings file and write the map beside it.
 
-    Done already with the same values, it does nothing. Failed rows are NaN in the map.
+    Done already with the same values, it does nothing. Failed rows are NaN in the map. The scores
+    of :func:`embedx.scores.map_quality` are stored with it.
 
     Args:
         embeddings: The file, its folder, or the opened file.
-        method: ``pca``, ``tsne``, ``umap``, or a function ``(x, **parameters) -> Result``, which
-            is known by its name: after changing what it does, pass ``overwrite``.
+        method: ``pca``, ``tsne``, ``umap`` (the default), or a function ``(x, **parameters) ->
+            Result``, which is known by its name: after changing what it does, pass ``overwrite``.
         layer: The capture point; the first in the file where not given.
+        pre_pca: Reduce the rows to so many principal components first; the scores still compare
+            the map with the whole rows.
+        landmarks: Fit the map to so many rows, drawn from each label in proportion, and place the
+            others in it block by block, in bounded memory.
+        transform_from: A map of other embeddings of the same model and layer, by its path, or the
+            folder of a run that has one: place the rows in it, by its method and parameters,
+            without moving what is there.
+        align_to: A map of the same samples, by path, name or folder: turn and shift this one so
+            that they lie as close as they can (orthogonal Procrustes); where it has all samples of
+            this one, t-SNE and UMAP also start from there.
         out: Folder for the projection; ``projections`` beside the embeddings where not given.
         overwrite: Compute again what is there.
         parameters: Of the method.
@@ -289,37 +91,39 @@ def project(
     Raises:
         ConfigError: An unknown method, a parameter it does not have or cannot take, or that has
             the name of an argument of ``project`` or a value that a file cannot hold.
-        DataError: Too few rows, an unfinished file, or a function of one's own that gives no
-            ``(n, m)`` coordinates or what a file cannot hold.
+        DataError: Too few rows, an unfinished file, a map that rows cannot be placed in or aligned
+            with, or a function of one's own that gives no ``(n, m)`` coordinates or what a file
+            cannot hold.
         StoreError: A file is missing or damaged, the map that is there belongs to other
             embeddings, or there is no space.
     """
     opened = store.open(embeddings)
     if not opened.complete:
         raise DataError(f"{opened.path} is not finished; finish the extraction first")
-    if isinstance(method, str):
-        if method not in METHODS:
-            raise ConfigError(
-                f"projection {method!r} is not known; choose one of: {', '.join(METHODS)}"
-            )
-        method = METHODS[method]
-    name = re.sub(r"[^\w.-]+", "_", getattr(method, "__name__", "projection"))
-    refuse_taken(
-        project, plugin=method, given=parameters, positional=1, where="projection.", also=_OURS
-    )
-    parameters = {key: _plain(value) for key, value in parameters.items()}
-    check_arguments(method, parameters, positional=1, where="projection.")
-    parameters = _with_defaults(method, parameters)
-    _refuse_unkept(parameters)
-    point, rows = opened.rows(layer)
-    if layer is None and len(opened.embeddings) > 1:
-        log.warning("several layers: projecting the first, %s; choose with layer=", point)
-    settings = {"method": name, "layer": point, **parameters}
-    if METHODS.get(name) is not method:  # two functions of one name are not one method
-        settings["function"] = f"{method.__module__}.{getattr(method, '__qualname__', name)}"
-    digest = settings_sha256(settings)
+    if transform_from is not None:
+        unused = {"method": method, "pre_pca": pre_pca, "landmarks": landmarks} | parameters
+        unused |= {"layer": layer, "align_to": align_to}
+        for key, value in unused.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{key} has no use beside transform_from: the rows are placed by the method "
+                    "and the parameters of that map; leave it out"
+                )
+        job = _placing(opened, _projection_at(transform_from, opened, key="transform_from"))
+    else:
+        target = None if align_to is None else _projection_at(align_to, opened, key="align_to")
+        job = _fitting(
+            opened,
+            method="umap" if method is None else method,
+            layer=layer,
+            pre_pca=pre_pca,
+            landmarks=landmarks,
+            target=target,
+            parameters=parameters,
+        )
+    digest = settings_sha256(job.settings)
     folder = Path(out) if out else opened.path.parent / "projections"
-    path = folder / f"{name}-{digest[:6]}.h5"
+    path = folder / f"{job.name}-{digest[:6]}.h5"
     projection_id = hashlib.sha256(f"{opened.attrs['id']} {digest}".encode()).hexdigest()
     if path.exists() and not overwrite:
         present = store.open_projection(path)
@@ -330,63 +134,451 @@ def project(
             f"{path} belongs to other embeddings (parent {str(present.attrs.get('parent'))[:12]}, "
             f"and {opened.path} is {opened.attrs['id'][:12]}); replace it with overwrite=true"
         )
-    ok = opened.ok
-    x = np.asarray(rows[ok], dtype=np.float32)
-    finite = np.isfinite(x).all(axis=1)
-    ok[ok], x = finite, x[finite]
-    n_ok = len(x)
-    if n_ok == 0:
-        raise DataError(f"{opened.path} has no row to project: all {opened.n_rows} failed")
+    rows = job.rows
     log.info(
         "projecting %s of %s by %s (%s rows of %s dims) into %s",
-        point,
+        job.layer,
         opened.path,
-        name,
-        f"{n_ok:,}",
+        job.name,
+        f"{len(rows):,}",
         rows.shape[1],
         path,
     )
-    if n_ok < opened.n_rows:
-        log.warning("%s failed rows are left out", f"{opened.n_rows - n_ok:,}")
+    if len(rows) < opened.n_rows:
+        log.warning("%s failed rows are left out", f"{opened.n_rows - len(rows):,}")
     started = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what matters of them is said in our own words
-        result = method(x, **parameters)
-    used, placed_at = _refuse_unusable(result, name, n_ok)
+    made = job.make()
     with np.errstate(over="ignore"):  # what float32 cannot hold is not placed
-        placed_at = placed_at.astype(np.float32)
+        placed_at = made.coords.astype(np.float32)
     placed = np.isfinite(placed_at).all(axis=1)
     placed_at[~placed] = np.nan
+    if not placed.all():
+        log.info("%s rows could not be placed and are absent from the map", int((~placed).sum()))
     coords = np.full((opened.n_rows, placed_at.shape[1]), np.nan, np.float32)
-    coords[ok] = placed_at
+    coords[job.at] = placed_at
+    graph = made.graph if placed.all() else None
+    if graph is None and placed.all() and 2 < len(rows) <= WHOLE_ROWS:
+        graph = _graph(opened, job.layer, rows, k=SCORED_K, metric=made.metric)
+    # Maps are compared by their scores: whatever their seeds, the sample is the same.
+    quality = map_quality(
+        rows.among(np.flatnonzero(placed)), placed_at[placed], metric=made.metric, graph=graph
+    )
+    neighborhood = np.full(opened.n_rows, np.nan, np.float32)
+    neighborhood[job.at[placed]] = quality.neighborhood
+    parameters = made.parameters
+    seed = parameters.get("random_state", parameters.get("seed", 0))
     attrs: dict[str, Any] = {
-        "threads": _cpus(),
-        **{key: _attr(value) for key, value in {**parameters, **used}.items()},
+        "threads": n_threads(),
+        **{key: _attr(value) for key, value in parameters.items()},
         "id": projection_id,
         "parent": opened.attrs["id"],
         "model": opened.attrs.get("model", ""),
         "data": opened.attrs.get("data", ""),
-        "method": name,
-        "layer": point,
-        "seed": parameters.get("random_state", 0),
-        "settings": json.dumps(settings, sort_keys=True),
+        "method": job.name,
+        "layer": job.layer,
+        "seed": _attr(seed),
+        "settings": json.dumps(job.settings, sort_keys=True),
+        **quality.scores,
     }
-    if not placed.all():
-        log.info("%s rows could not be placed and are absent from the map", int((~placed).sum()))
-    k = min(TRUSTWORTHINESS_K, (int(placed.sum()) - 1) // 2)
-    if k >= 1:
-        score, measured = trustworthiness(x[placed], placed_at[placed], n_neighbors=k)
-        attrs.update(trustworthiness=score, trustworthiness_k=k, trustworthiness_rows=measured)
-    store.write_projection(path, coords=coords, ids=opened.ids, attrs=attrs, state=result.state)
+    store.write_projection(
+        path,
+        coords=coords,
+        ids=opened.ids,
+        attrs=attrs,
+        state=made.state,
+        row_scores={"neighborhood": neighborhood},
+    )
+    score = quality.scores.get("trustworthiness")
     log.info(
         "wrote %s: %s rows, %s dims, trustworthiness %s, %.1f s",
         path,
-        f"{n_ok:,}",
+        f"{len(rows):,}",
         coords.shape[1],
-        f"{attrs['trustworthiness']:.3f}" if k >= 1 else "not defined for so few rows",
+        "not defined for so few rows" if score is None else f"{score:.3f}",
         time.monotonic() - started,
     )
     return store.open_projection(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """A map before it is written.
+
+    Attributes:
+        coords: Of the rows that take part.
+        parameters: With the values used.
+        state: Arrays that placing rows in it needs.
+        metric: In which it is compared with its rows.
+        graph: Of these rows as they are, where the method asked for it.
+    """
+
+    coords: Array
+    parameters: dict[str, Any]
+    state: dict[str, Array]
+    metric: Metric
+    graph: Graph | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What is to be made: known before any work, so that what is there already is found.
+
+    Attributes:
+        name: Of the method.
+        layer: The capture point.
+        settings: Everything that decides the coordinates beside the embeddings.
+        at: Which rows of the file take part, as indices.
+        rows: They.
+        make: Makes the map.
+    """
+
+    name: str
+    layer: str
+    settings: dict[str, Any]
+    at: Array
+    rows: Matrix
+    make: Callable[[], _Made]
+
+
+def _usable(opened: Embeddings, layer: str | None) -> tuple[str, Array, Matrix]:
+    """The capture point, and its rows that are there and finite, with their indices."""
+    point, matrix = opened.rows(layer)
+    if layer is None and len(opened.embeddings) > 1:
+        log.warning("several layers: projecting the first, %s; choose with layer=", point)
+    at = np.flatnonzero(opened.ok)
+    whole = Matrix(matrix, at)
+    finite = np.ones(len(at), bool)
+    for block in whole.blocks():
+        finite[block] = np.isfinite(whole[block]).all(axis=1)
+    at = at[finite]
+    if not len(at):
+        raise DataError(f"{opened.path} has no row to project: all {opened.n_rows} failed")
+    # Without a list of rows they are read in long runs.
+    return point, at, Matrix(matrix, None if len(at) == opened.n_rows else at)
+
+
+def _graph(
+    opened: Embeddings, layer: str, rows: Array | Matrix, *, k: int, metric: Metric, which: str = ""
+) -> Graph:
+    """The neighbours of rows of a layer, k of them at least and enough for the scores.
+
+    Args:
+        opened: The file.
+        layer: The capture point.
+        rows: Those of :func:`_usable`, or what was made of them.
+        k: How many neighbours; of fewer rows all others.
+        metric: Of the distances.
+        which: What was made of the rows.
+    """
+    return cached_graph(
+        opened.path.parent,
+        key=f"{opened.attrs['id']}/{layer}/ok{which}",
+        rows=lambda: np.asarray(rows),
+        n_neighbors=min(max(k, SCORED_K), len(rows) - 1),
+        metric=metric,
+        parent=str(opened.attrs["id"]),
+    )
+
+
+# --------------------------------------------------------------------------- a new map
+
+
+def _fitting(
+    opened: Embeddings,
+    *,
+    method: str | Callable[..., Result],
+    layer: str | None,
+    pre_pca: int | None,
+    landmarks: int | None,
+    target: Projection | None,
+    parameters: Mapping[str, Any],
+) -> _Job:
+    """Check everything that a new map is asked for."""
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ConfigError(
+                f"projection {method!r} is not known; choose one of: {', '.join(METHODS)}"
+            )
+        method = METHODS[method]
+    function = method
+    name = re.sub(r"[^\w.-]+", "_", getattr(function, "__name__", "projection"))
+    refuse_taken(
+        project, plugin=function, given=parameters, positional=1, where="projection.", also=_OURS
+    )
+    if _CONTEXT in parameters:
+        raise ConfigError(f"there is no key projection.{_CONTEXT}: project gives it; leave it out")
+    given = {key: _plain(value) for key, value in parameters.items()}
+    check_arguments(function, given, positional=1, where="projection.")
+    values = _with_defaults(function, given)
+    _refuse_unkept(values)
+    for key, number in (("pre_pca", pre_pca), ("landmarks", landmarks)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{key} must be at least 1, not {number}")
+    if landmarks is not None and place_of(function) is None:
+        raise ConfigError(
+            f"landmarks={landmarks}: projection {name} cannot place the other rows; leave it out, "
+            "or mark the function with embedx.methods.places"
+        )
+    if landmarks is not None and (why := why_not_placed(function, values)):
+        raise ConfigError(f"landmarks={landmarks}: {why}, or leave landmarks out")
+    point, at, rows = _usable(opened, layer)
+    options = {"pre_pca": pre_pca, "landmarks": landmarks}
+    settings = {"method": name, "layer": point, **values}
+    settings.update({key: value for key, value in options.items() if value is not None})
+    if target is not None:
+        settings["align_to"] = target.attrs["id"]
+        _refuse_other_dims(target, values.get("n_components", target.coords.shape[1]))
+    if METHODS.get(name) is not function:  # two functions of one name are not one method
+        settings["function"] = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
+    n_fitted = len(rows)
+    if landmarks is not None:
+        if landmarks < n_fitted:
+            n_fitted = landmarks
+        else:
+            log.warning("landmarks=%s: there are %s rows, all are fitted", landmarks, n_fitted)
+
+    def make() -> _Made:
+        seed = values.get("random_state", 0)
+        seed = seed if type(seed) is int and 0 <= seed < 2**32 else 0
+        state: dict[str, Array] = {}
+        used: dict[str, Any] = {}
+        reduced = rows
+        which = ""
+        if pre_pca is not None and pre_pca < min(rows.shape):
+            mean, axes, _ = principal_components(rows, pre_pca)
+            mean, axes = mean.astype(np.float32), axes.astype(np.float32)
+            reduced = rows.along(mean=mean, axes=axes)
+            state |= {"pre_components": axes, "pre_mean": mean}
+            used["pre_pca"] = pre_pca
+            which += f"/pca{pre_pca}"
+        elif pre_pca is not None:
+            log.warning("pre_pca=%s: %s x %s rows have no more; not reduced", pre_pca, *rows.shape)
+            used["pre_pca"] = min(rows.shape)
+        fitted_at = np.arange(len(rows))
+        labels = None if opened.labels is None else opened.labels[at]
+        if n_fitted < len(rows):
+            fitted_at = stratified(len(rows), n_fitted, labels, seed=seed)
+            which += f"/landmarks{n_fitted}-{seed}"
+            used["landmarks"] = n_fitted
+            state["landmarks"] = at[fitted_at]
+        chosen = reduced if n_fitted == len(rows) else reduced.among(fitted_at)
+        x = chosen if function is pca else np.asarray(chosen)
+        graphs: dict[Metric, Graph] = {}
+
+        def neighbors(k: int, metric: Metric) -> Graph:
+            graphs[metric] = _graph(opened, point, x, k=k, metric=metric, which=which)
+            return graphs[metric]
+
+        start = None if target is None else _shared(target, opened, at[fitted_at])
+        context = Context(neighbors, None if labels is None else labels[fitted_at], start)
+        takes = {_CONTEXT: context} if _CONTEXT in signature_of(function).parameters else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what matters of them is said in our own words
+            result = function(x, **values, **takes)
+        found, coords = _refuse_unusable(result, name, n_fitted)
+        used |= found
+        state |= result.state
+        if n_fitted < len(rows):
+            place = place_of(function)
+            assert place is not None
+            there = np.flatnonzero(np.isfinite(coords).all(axis=1))
+            fitted = Fitted(chosen.among(there), coords[there], {**values, **used}, result.state)
+            whole = np.empty((len(rows), coords.shape[1]), np.float64)
+            whole[fitted_at] = coords
+            others = np.delete(np.arange(len(rows)), fitted_at)
+            whole[others] = _placed(reduced.among(others), place, fitted)
+            coords = whole
+        if start is not None:
+            assert target is not None
+            _refuse_other_dims(target, coords.shape[1])
+            turn, shift = procrustes(coords[fitted_at], start)
+            coords = coords @ turn + shift
+            state |= {"align_rotation": turn, "align_shift": shift}
+            used["align_to"] = str(target.attrs["id"])
+        metric = _metric_of(values)
+        return _Made(
+            coords, {**values, **used}, state, metric, None if which else graphs.get(metric)
+        )
+
+    return _Job(name, point, settings, at, rows, make)
+
+
+def _metric_of(parameters: Mapping[str, Any]) -> Metric:
+    """In which metric a map is compared with its rows: the one that it was asked to keep."""
+    return "cosine" if parameters.get("metric") == "cosine" else "euclidean"
+
+
+def _placed(rows: Matrix, place: Place, fitted: Fitted) -> Array:
+    """Where new rows go in a map, block by block, shape ``(q, m)``."""
+    coords = np.empty((len(rows), fitted.coords.shape[1]), np.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in rows.blocks():
+            coords[block] = place(rows[block], fitted)
+    return coords
+
+
+# --------------------------------------------------------------------------- beside other maps
+
+
+def _projection_at(
+    given: str | os.PathLike[str] | Projection, opened: Embeddings, *, key: str
+) -> Projection:
+    """A projection by its path, by its name beside the embeddings, or the only one of a run."""
+    if isinstance(given, Projection):
+        return given
+    if Path(given).is_file():
+        return store.open_projection(given)
+    if Path(given).is_dir():
+        found = store.projections_of(store.open(given))
+    else:
+        found = store.projections_of(opened, [os.fspath(given)])
+    if len(found) != 1:
+        paths = ", ".join(str(projection.path) for projection in found)
+        raise ConfigError(f"{key}={given} has {len(found)} maps; name one: {paths or 'none yet'}")
+    return found[0]
+
+
+def _shared(target: Projection, opened: Embeddings, at: Array) -> Array:
+    """Where a map to align to has the rows with these indices: ``(k, m)``, NaN where it has not."""
+    coords = places_in([opened.ids[row] for row in at.tolist()], target.coords, target.ids)
+    n_shared = int(np.isfinite(coords).all(axis=1).sum())
+    if n_shared <= coords.shape[1]:
+        raise DataError(
+            f"align_to={target.path} has {n_shared} samples in common with these embeddings, and "
+            f"{coords.shape[1] + 1} are needed; choose a map of the same data"
+        )
+    return coords
+
+
+def _refuse_other_dims(target: Projection, m: Any) -> None:
+    if m != target.coords.shape[1]:
+        raise DataError(
+            f"align_to={target.path} has {target.coords.shape[1]} dimensions and this map has "
+            f"{m}; give both the same projection.n_components"
+        )
+
+
+def _placing(opened: Embeddings, source: Projection) -> _Job:
+    """Check that the rows can be placed in a map of other embeddings."""
+    name, layer = str(source.attrs["method"]), str(source.attrs["layer"])
+    try:
+        values = json.loads(str(source.attrs["settings"]))
+    except (ValueError, KeyError, RecursionError):
+        values = None
+    place = place_of(METHODS[name]) if name in METHODS else None
+    is_ours = isinstance(values, dict) and not {"function", "transform_from"} & values.keys()
+    if place is None or not is_ours:
+        raise DataError(
+            f"transform_from={source.path}: rows can be placed in maps of {', '.join(METHODS)} "
+            "that were fitted, and this is another; choose one of those"
+        )
+    if why := why_not_placed(METHODS[name], values):
+        raise DataError(f"transform_from={source.path}: {why}")
+    parent = _parent_of(source)
+    if parent.attrs["id"] == opened.attrs["id"]:
+        raise ConfigError(
+            f"transform_from={source.path} is a map of these very embeddings, their rows are in it;"
+            " name other embeddings"
+        )
+    _refuse_other_model(parent, opened, layer, source)
+    _, at, rows = _usable(opened, layer)
+    settings = {"method": name, "layer": layer, "transform_from": source.attrs["id"]}
+
+    def make() -> _Made:
+        try:
+            whole = _placed_in(source, parent, layer, rows, place)
+        except DataError as error:
+            raise DataError(f"transform_from={source.path} takes no rows: {error}") from None
+        used = {key: source.attrs[key] for key in values if key in source.attrs}
+        used["transform_from"] = source.attrs["id"]
+        return _Made(whole, used, {}, _metric_of(values), None)
+
+    return _Job(name, layer, settings, at, rows, make)
+
+
+def _placed_in(
+    source: Projection, parent: Embeddings, layer: str, rows: Matrix, place: Place
+) -> Array:
+    """Where rows go in a map that a file holds.
+
+    Raises:
+        DataError: What the file holds is not the state of such a map.
+    """
+    state, m = source.state, source.coords.shape[1]
+    if len(source.coords) != parent.n_rows:
+        raise DataError(
+            f"it has {len(source.coords):,} rows, and its embeddings {parent.n_rows:,}; make that "
+            "map again"
+        )
+    fitted_at = state.get("landmarks", np.arange(parent.n_rows))
+    is_list = fitted_at.ndim == 1 and fitted_at.dtype.kind in "iu"
+    if not is_list or ((fitted_at < 0) | (fitted_at >= parent.n_rows)).any():
+        raise DataError("its state landmarks are no rows of its embeddings; make that map again")
+    fitted_at = fitted_at[np.isfinite(source.coords[fitted_at]).all(axis=1)]
+    if not len(fitted_at):
+        raise DataError("no row has a place in it; make that map again")
+    coords = source.coords[fitted_at].astype(np.float64)
+    turn, shift = np.eye(m), np.zeros(m)
+    if "align_rotation" in state:
+        turn = state_array(state, "align_rotation", (m, m))
+        shift = state_array(state, "align_shift", (m,))
+    # As it was made: PCA places rows by its own axes.
+    coords = (coords - shift) @ turn.T
+    fitted = Matrix(parent.rows(layer)[1], fitted_at)
+    if "pre_components" in state:
+        d = fitted.shape[1]
+        n_axes = len(np.atleast_1d(state["pre_components"]))
+        along = {
+            "axes": state_array(state, "pre_components", (n_axes, d)).astype(np.float32),
+            "mean": state_array(state, "pre_mean", (d,)).astype(np.float32),
+        }
+        fitted, rows = fitted.along(**along), rows.along(**along)
+    return _placed(rows, place, Fitted(fitted, coords, source.attrs, state)) @ turn + shift
+
+
+def _parent_of(source: Projection) -> Embeddings:
+    """The embeddings that a map was fitted to, which lie above or beside its file."""
+    above = source.path.resolve().parent
+    for folder in (above.parent, above):
+        path = folder / store.EMBEDDINGS_NAME
+        if path.is_file():
+            parent = store.open(path)
+            if parent.attrs["id"] == source.attrs["parent"]:
+                return parent
+    raise DataError(
+        f"transform_from={source.path}: the embeddings that it was fitted to (id "
+        f"{short(source.attrs['parent'], most=12)}) are needed, and are not at "
+        f"{above.parent / store.EMBEDDINGS_NAME}; put the map's folder beside them"
+    )
+
+
+def _refuse_other_model(
+    parent: Embeddings, opened: Embeddings, layer: str, source: Projection
+) -> None:
+    """Rows can be placed only among rows of the same space."""
+    ours, theirs = opened.rows(layer)[1], parent.rows(layer)[1]
+    if ours.shape[1] != theirs.shape[1]:
+        raise DataError(
+            f"transform_from={source.path} is a map of rows of {theirs.shape[1]} dims, and {layer} "
+            f"of {opened.path} has {ours.shape[1]}; extract with the same model and pooling"
+        )
+    mine, other = (
+        {**file.point_attrs[layer], **space_of(file.identity, layer)} for file in (opened, parent)
+    )
+    known = mine.keys() & other.keys()
+    if unknown := [key for key in dict.fromkeys([*SPACE, *mine]) if key not in known]:
+        log.warning("whether both were made with the same %s cannot be told", ", ".join(unknown))
+    for key in mine:
+        if key in known and mine[key] != other[key]:
+            raise DataError(
+                f"transform_from={source.path} is a map of rows with {key} "
+                f"{short(str(other[key]), most=60)}, and {opened.path} has "
+                f"{short(str(mine[key]), most=60)}; extract both with the same"
+            )
+
+
+# --------------------------------------------------------------------------- values
 
 
 def _with_defaults(function: Callable[..., Result], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,7 +595,7 @@ def _with_defaults(function: Callable[..., Result], given: Mapping[str, Any]) ->
             values[name] = value
             if isinstance(parameter.default, float) and type(value) is int:
                 values[name] = float(value)  # 30 and 30.0 are one setting
-    return {key: _plain(value) for key, value in values.items()}
+    return {key: _plain(value) for key, value in values.items() if key != _CONTEXT}
 
 
 def _plain(value: Any) -> Any:

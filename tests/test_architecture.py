@@ -12,6 +12,7 @@ import pytest
 
 import embedx
 from embedx import cli
+from embedx.configs import function_of
 from embedx.errors import ConfigError
 
 PACKAGE = Path(embedx.__file__).parent
@@ -69,7 +70,7 @@ STAGES = {module for module, row in TABLE.items() if row.does.startswith("stage:
 
 def test_every_module_has_its_place() -> None:
     assert {path.stem for path in MODULES} == set(TABLE)
-    assert {name for name in cli.STAGES if name in TABLE} <= STAGES < set(TABLE)
+    assert {function_of(stage)[0] for stage in cli.STAGES} - {"cli"} <= STAGES < set(TABLE)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
@@ -160,7 +161,9 @@ assert not heavy, heavy
         "from embedx.cli import main\ntry: main(['extract', '--help'])\nexcept SystemExit: pass",
         "from embedx.cli import main; main(['extract', 'model=resnet19'])",
         "import embedx; embedx.open",
-        "import embedx.project, embedx.evaluate, embedx.export, embedx.view, embedx.data",
+        "import embedx.project, embedx.evaluate, embedx.export, embedx.view, embedx.search",
+        "import embedx.compare",
+        "import embedx.data",
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(code: str) -> None:

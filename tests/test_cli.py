@@ -692,7 +692,7 @@ def my_conf(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
         "from torch import nn\n"
-        "from embedx.project import Result\n"
+        "from embedx.methods import Result\n"
         "def net(depth):\n"
         "    body = [nn.Linear(12, 12) for _ in range(depth)]\n"
         "    return nn.Sequential(nn.Flatten(), *body, nn.Linear(12, 2))\n"
@@ -897,6 +897,45 @@ def test_the_command_of_a_projection_finds_it_done_and_makes_it_again(
     assert len(list((tmp_path / "outputs" / "run" / "projections").iterdir())) == 2
 
 
+def test_the_command_of_a_map_made_beside_others_names_them(
+    embedx_here: Here, tmp_path: Path
+) -> None:
+    assert embedx_here("extract", *TINY, "name=old")[0] == 0
+    assert embedx_here("extract", *TINY, "data.limit=30", "name=new")[0] == 0
+    folder = tmp_path / "outputs" / "old" / "projections"
+    old = "embeddings=outputs/old"
+    assert embedx_here("project", "projection=pca", old)[0] == 0
+    (first,) = folder.iterdir()
+    name = f"outputs/old/projections/{first.name}"
+    for words, key in (
+        (("projection=tsne", "pre_pca=3", old), "pre_pca=3"),
+        (("projection=pca", "landmarks=9", old), "landmarks=9"),
+        (("projection=tsne", "projection.perplexity=[2,3]", old), "projection.perplexity=[2,3]"),
+        (("projection=tsne", f"align_to={first.stem}", old), f"align_to={name}"),
+        ((f"transform_from={name}", "embeddings=outputs/new"), f"transform_from={name}"),
+    ):
+        before = set(tmp_path.glob("outputs/*/projections/*.h5"))
+        status, out, err = embedx_here("project", *words)
+        assert (status, err) == (0, []), out
+        (path,) = set(tmp_path.glob("outputs/*/projections/*.h5")) - before
+        bytes_before = path.read_bytes()
+        command = again(path.relative_to(tmp_path), embedx_here)
+        assert key in command
+        status, out, err = embedx_here(*command)
+        assert (status, err) == (0, [])
+        assert any(line.endswith("nothing to do") for line in out)
+        path.unlink()
+        assert embedx_here(*command)[0] == 0
+        assert path.read_bytes() == bytes_before
+    status, out, err = embedx_here("project", f"transform_from={name}", "projection=umap")
+    assert (status, len(err)) == (1, 1)
+    assert err[0].startswith("ConfigError: projection=umap has no use beside transform_from: ")
+    first.unlink()
+    (placed,) = tmp_path.glob("outputs/new/projections/*.h5")
+    line = the_line_again(placed.relative_to(tmp_path), embedx_here)
+    assert line.startswith("made with transform_from=a map that is not beside it, id ")
+
+
 def test_info_says_what_was_made_from_python(embedx_here: Here, tmp_path: Path) -> None:
     import torch
 
@@ -906,7 +945,7 @@ def test_info_says_what_was_made_from_python(embedx_here: Here, tmp_path: Path) 
     run = embedx.extract(net, torch.ones(5, 3), layers="0", out=tmp_path / "run")
 
     def first(x: object) -> object:
-        from embedx.project import Result
+        from embedx.methods import Result
 
         return Result(x[:, :2])  # type: ignore[index]
 

@@ -2,18 +2,21 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from sklearn.manifold import trustworthiness
+from sklearn.metrics import silhouette_score
 from sklearn.model_selection import StratifiedKFold
 from sklearn.neighbors import KNeighborsClassifier
 
-from embedx.errors import StoreError
+from embedx.errors import DataError, StoreError
 from embedx.evaluate import evaluate
 from embedx.project import project
+from embedx.scores import cka, embedding_quality, map_quality
 from tests.conftest import embeddings_file, projection_file
 
 Array = np.ndarray[Any, Any]
@@ -58,15 +61,24 @@ def test_scores_equal_those_computed_without_embedx(tmp_path: Path) -> None:
         assert row["knn_accuracy"] == pytest.approx(vote(rows, labels[kept]))
         if kind == "embeddings":
             assert row["trustworthiness"] is None
+            assert row["silhouette"] == pytest.approx(silhouette_score(source, labels[kept]))
+            expected = embedding_quality(source, labels[kept])
+            assert {name: row[name] for name in expected} == expected
         else:
             assert kind == "pca"
             expected = trustworthiness(source, rows, n_neighbors=15)
             assert row["trustworthiness"] == pytest.approx(expected, abs=1e-5)
+            expected = trustworthiness(rows, source, n_neighbors=15)
+            assert row["continuity"] == pytest.approx(expected, abs=1e-5)
+            quality = map_quality(source, rows).scores
+            assert {name: row[name] for name in quality} == pytest.approx(quality)
+            assert row["knn_recall_50"] is None  # of 78 rows
     assert 0.5 < table[0]["knn_accuracy"] < 1
+    assert 0.5 < table[0]["linear_probe"] < 1
     assert table[1]["knn_accuracy"] < 0.5
 
 
-def test_table_is_printed_with_its_figures(
+def test_tables_are_printed_with_their_figures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, labels = overlapping()
@@ -74,27 +86,49 @@ def test_table_is_printed_with_its_figures(
     projection = project(path, method="pca")
     caplog.set_level(logging.INFO)
     caplog.clear()
-    table = evaluate(tmp_path)
-    head, first, second, last = caplog.messages
-    assert head.split() == ["layer", "rows", "dims", "5-NN", "accuracy", "trustworthiness"]
+    embedded, mapped = evaluate(tmp_path)
+    head, first, map_head, second, last = caplog.messages
+    words = "embeddings rows dims 5-NN probe silhouette effective rank anisotropy"
+    assert " ".join(head.split()) == words
+    figures = [embedded[key] for key in ("knn_accuracy", "linear_probe", "silhouette")]
     assert first.split() == [
-        "avgpool",
         "avgpool",
         "80",
         "6",
-        f"{table[0]['knn_accuracy']:.3f}",
-        "-",
+        *(f"{figure:.3f}" for figure in figures),
+        f"{embedded['effective_rank']:.1f}",
+        f"{embedded['anisotropy']:.3f}",
     ]
+    words = "maps 5-NN trustworthiness continuity recall @5 @15 @50 distances stress"
+    assert " ".join(map_head.split()) == words
+    figures = [mapped[key] for key in ("knn_accuracy", "trustworthiness", "continuity")]
+    figures += [mapped["knn_recall_5"], mapped["knn_recall_15"]]
     assert second.split() == [
         projection.name,
-        "avgpool",
-        "80",
-        "2",
-        f"{table[1]['knn_accuracy']:.3f}",
-        f"{table[1]['trustworthiness']:.3f}",
+        *(f"{figure:.3f}" for figure in figures),
+        "-",
+        f"{mapped['distance_correlation']:.3f}",
+        f"{mapped['stress']:.3f}",
     ]
-    assert len({len(line) for line in (head, first, second)}) == 1
+    assert len(head) == len(first)
+    assert len(map_head) == len(second) <= 100
     assert last == f"wrote {tmp_path / 'scores.json'}"
+
+
+def test_maps_stand_below_the_layer_that_they_are_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, labels = overlapping()
+    path = embeddings_file(tmp_path, {"layer3": x, "fc": np.tanh(x)}, labels=labels)
+    names = [project(path, method="pca", layer=layer).name for layer in ("layer3", "fc")]
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    evaluate(path)
+    words = [message.split()[0] for message in caplog.messages]
+    order = sorted(names)
+    at = [words.index(name) for name in order]
+    titles = {words[i]: caplog.messages[i - 2] for i in at}
+    assert titles == {names[0]: "of layer3:", names[1]: "of fc:"}
 
 
 def test_without_labels_there_is_no_accuracy_and_that_is_said(
@@ -106,9 +140,229 @@ def test_without_labels_there_is_no_accuracy_and_that_is_said(
     caplog.set_level(logging.INFO)
     table = evaluate(path)
     assert [row["knn_accuracy"] for row in table] == [None, None]
+    assert table[0]["linear_probe"] is table[0]["silhouette"] is None
     assert 0.5 < table[1]["trustworthiness"] <= 1
-    assert "there are no labels, so no accuracy" in caplog.messages
+    assert "there are no labels, so no accuracy, probe or silhouette" in caplog.messages
     assert json.loads((tmp_path / "scores.json").read_text())["scores"] == table
+
+
+# --------------------------------------------------------------------------- maps without scores
+
+
+def graphs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("neighbors-*.h5"))
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_a_map_made_without_scores_is_scored_and_nothing_else_is_searched(
+    tmp_path: Path, metric: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, labels = overlapping()
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels, failed=[7])
+    kept = np.delete(np.arange(80), 7)
+    coords = np.full((80, 2), np.nan)
+    coords[kept] = x[kept, :2]
+    projection_file(path, "umap-000000", coords, metric=metric, trustworthiness=0.5)
+    caplog.set_level(logging.INFO)
+    (_, row) = evaluate(path)
+    expected = map_quality(x[kept].astype(np.float32), coords[kept], metric=metric).scores
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert row["quality_metric"] == metric
+    assert sum("holds no scores: measuring them" in message for message in caplog.messages) == 1
+    assert len(graphs(tmp_path)) == 1
+    before = [(file.stat().st_mtime_ns, file.read_bytes()) for file in graphs(tmp_path)]
+    monkeypatch.setattr("embedx.neighbors.nearest_neighbors", None)  # kept: not searched again
+    assert evaluate(path)[1] == row
+    assert [(file.stat().st_mtime_ns, file.read_bytes()) for file in graphs(tmp_path)] == before
+
+
+def test_stored_scores_are_shown_and_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, labels = overlapping()
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
+    done = project(path, method="pca")
+    for file in graphs(tmp_path):
+        file.unlink()
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "map_quality", None)
+    (_, row) = evaluate(path)
+    names = ("trustworthiness", "continuity", "knn_recall_15", "stress", "distance_correlation")
+    assert [row[name] for name in names] == [done.attrs[name] for name in names]
+    assert graphs(tmp_path) == []
+
+
+def test_a_map_that_lacks_some_rows_is_scored_on_those_that_it_has(tmp_path: Path) -> None:
+    x, labels = overlapping()
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
+    coords = x[:, :2].copy()
+    coords[10:20] = np.nan
+    projection_file(path, "own-000000", coords)
+    (_, row) = evaluate(path)
+    placed = np.delete(np.arange(80), np.arange(10, 20))
+    expected = map_quality(x[placed].astype(np.float32), coords[placed]).scores
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert row["rows"] == 70
+
+
+# --------------------------------------------------------------------------- CKA
+
+
+def test_layers_are_compared_on_the_rows_that_are_whole_in_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, labels = overlapping()
+    layers = {"a": x, "b": np.tanh(x[:, :4]), "c": x @ np.random.default_rng(0).normal(size=(6, 2))}
+    layers["b"][9] = np.nan
+    path = embeddings_file(tmp_path, layers, labels=labels, failed=[4])
+    caplog.set_level(logging.INFO)
+    table = evaluate(path)
+    kept = np.delete(np.arange(80), [4, 9])
+    for row in table:
+        assert row["cka"] == {
+            name: pytest.approx(cka(layers[row["name"]][kept], rows[kept]), rel=1e-5)
+            for name, rows in layers.items()
+            if name != row["name"]
+        }
+    at = caplog.messages.index("CKA of layers, 78 rows")
+    assert caplog.messages[at + 1].split() == ["a", "b", "c"]
+    second = caplog.messages[at + 3].split()
+    assert second == ["b", f"{table[1]['cka']['a']:.3f}", "1.000", f"{table[1]['cka']['c']:.3f}"]
+
+
+def test_another_run_is_compared_row_by_row_with_the_same_ids(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, labels = overlapping()
+    rng = np.random.default_rng(0)
+    ids = [f"picture {i}" for i in range(80)]
+    path = embeddings_file(tmp_path / "a", {"fc": x}, ids=ids, labels=labels, failed=[5])
+    order = rng.permutation(80)[:60]
+    y = {"p": np.maximum(x, 0)[order], "q": rng.normal(size=(60, 3))}
+    strangers = [*(ids[i] for i in order), "another", "one more"]
+    rows = {name: np.vstack([values, values[:2]]) for name, values in y.items()}
+    other = embeddings_file(tmp_path / "b", rows, ids=strangers, id="two")
+    caplog.set_level(logging.INFO)
+    (row,) = evaluate(path, against=[other.parent])
+    usable = order != 5
+    assert row["cka_against"] == {
+        "../b/embeddings.h5": {
+            "rows": int(usable.sum()),
+            "layers": {
+                name: pytest.approx(cka(x[order][usable], values[usable]), rel=1e-5)
+                for name, values in y.items()
+            },
+        }
+    }
+    assert row["cka_against"]["../b/embeddings.h5"]["layers"]["p"] > 0.5
+    shared = int(usable.sum()), 60
+    title = f"CKA with {other.parent}, {shared[0]} rows of the {shared[1]} whose ids both have"
+    at = caplog.messages.index(title)
+    assert caplog.messages[at + 1].split() == ["p", "q"]
+    assert caplog.messages[at + 2].split()[0] == "fc"
+    assert json.loads((path.parent / "scores.json").read_text())["scores"] == [row]
+
+
+@pytest.mark.parametrize("n_shared", [0, 1])
+def test_a_run_of_other_samples_is_refused_before_any_work(tmp_path: Path, n_shared: int) -> None:
+    x, _ = overlapping()
+    path = embeddings_file(tmp_path / "a", {"fc": x})
+    ids = [f"row-{i:04d}" for i in range(80 - n_shared, 160 - n_shared)]
+    other = embeddings_file(tmp_path / "b", {"fc": x}, ids=ids)
+    with pytest.raises(DataError) as caught:
+        evaluate(path, against=[str(other)])
+    assert str(caught.value) == (
+        f"against={other} has {n_shared} ids in common with {path}, and CKA needs the same "
+        "samples, 2 or more; name a run over the same data"
+    )
+    assert not (tmp_path / "a" / "scores.json").exists()
+
+
+def test_epochs_of_a_recording_are_compared_on_the_samples_of_all_of_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(0)
+    epochs = np.repeat(np.arange(12, dtype=np.int32), 30)
+    samples = np.concatenate([rng.permutation(30) for _ in range(12)])
+    fixed, drift = rng.normal(size=(30, 5)), rng.normal(size=(30, 5))
+    x = fixed[samples] + epochs[:, None] * 0.2 * drift[samples]
+    names = [f"s{sample}" for sample in samples]
+    path = embeddings_file(
+        tmp_path,
+        {"fc": x},
+        ids=[f"{name}#{epoch}" for name, epoch in zip(names, epochs, strict=True)],
+        metadata={"epoch": epochs, "sample": names},
+        failed=[0],
+    )
+    caplog.set_level(logging.INFO)
+    (row,) = evaluate(path)
+    found = row["cka_epochs"]
+    assert found["epochs"] == [0, 1, 2, 4, 5, 6, 7, 9, 10, 11]
+    assert found["rows"] == 29
+    common = np.delete(np.arange(30), samples[0])
+    state = {epoch: fixed[common] + epoch * 0.2 * drift[common] for epoch in found["epochs"]}
+    expected = [[cka(a, b) for b in state.values()] for a in state.values()]
+    assert np.allclose(found["matrix"], expected, atol=1e-5)
+    assert found["matrix"][0][-1] < found["matrix"][0][1] < 1
+    assert "CKA of epochs, fc, 29 samples" in caplog.messages
+
+
+def test_long_names_and_many_layers_still_fit_the_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(0)
+    layers = {f"encoder.layers.{i}.mlp": rng.normal(size=(20, 4)) for i in range(8)}
+    caplog.set_level(logging.INFO)
+    evaluate(embeddings_file(tmp_path / "some", layers))
+    at = caplog.messages.index("CKA of layers, 20 rows")
+    assert caplog.messages[at + 1].startswith("columns: 1 encoder.layers.0.mlp, 2 encoder.layers.1")
+    assert caplog.messages[at + 2].split() == [str(i) for i in range(1, 9)]
+    assert max(map(len, caplog.messages[at + 2 : at + 11])) <= 100
+    caplog.clear()
+    many = {f"encoder.layers.{i}.mlp": rng.normal(size=(20, 4)) for i in range(20)}
+    evaluate(embeddings_file(tmp_path / "many", many))
+    assert "20 x 20 figures, too many to show: see scores.json" in caplog.messages
+
+
+def test_a_probe_that_did_not_converge_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, labels = overlapping()
+    path = embeddings_file(tmp_path, {"avgpool": x}, labels=labels)
+    caplog.set_level(logging.INFO)
+    said = "the probe of avgpool did not converge: it may be better"
+    evaluate(path)
+    assert said not in caplog.messages
+    monkeypatch.setattr("embedx.scores._PROBE_PRODUCTS", 0)
+    monkeypatch.setattr("embedx.scores._LEAST_ITERATIONS", 1)
+    evaluate(path)
+    assert said in caplog.messages
+
+
+# --------------------------------------------------------------------------- what is not there
+
+
+@pytest.mark.parametrize("kind", ["all failed", "all equal", "one", "two"])
+def test_rows_that_say_nothing_are_a_dash_in_the_table(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    n = {"one": 1, "two": 2}.get(kind, 12)
+    x = np.ones((n, 3)) if kind == "all equal" else np.random.default_rng(0).normal(size=(n, 3))
+    failed = range(n) if kind == "all failed" else ()
+    layers = {"a": x, "b": x[:, :2] * 2}
+    path = embeddings_file(tmp_path, layers, labels=[0] * n, failed=failed)
+    if kind != "all failed":
+        projection_file(path, "own-000000", x[:, :2])
+    caplog.set_level(logging.INFO)
+    table = evaluate(path)
+    json.loads((tmp_path / "scores.json").read_text(), parse_constant=pytest.fail)
+    assert table[0]["rows"] == (0 if kind == "all failed" else n)
+    assert table[0]["effective_rank"] is None or kind == "two"
+    assert (table[0]["cka"]["b"] is None) == (kind != "two")
+    row = next(message for message in caplog.messages if message.startswith("a "))
+    assert row.split().count("-") == {"all equal": 4, "two": 3}.get(kind, 5)
+    if kind != "all failed":
+        assert table[2]["stress"] is None
+        assert table[2]["trustworthiness"] == (1 if kind == "all equal" else None)
 
 
 @pytest.mark.parametrize("labels", [[0] * 20, [-1] * 20, [0] * 16 + [1] * 4, list(range(20))])

@@ -14,8 +14,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import embedx
+import embedx.store
+from embedx.scores import knn_accuracy
 
-from .conftest import ROOT
+from .conftest import ROOT, embeddings_file
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -111,6 +113,34 @@ def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [o for o in outputs if o.get("name") == "stderr" or o.output_type == "error"]
     CHECKS[path.stem](notebook, tmp_path)
+
+
+@pytest.mark.slow
+def test_pacmap_comes_in_by_a_config_file_and_is_a_map_like_the_others(tmp_path: Path) -> None:
+    pytest.importorskip("pacmap", reason="the example needs the package pacmap")
+    digits = load_digits()
+    rows = digits.data[:600].astype(np.float32)
+    path = embeddings_file(tmp_path / "run", rows, labels=digits.target[:600])
+
+    def embedx_there(*words: str) -> list[str]:
+        command = [sys.executable, "-m", "embedx", *words, f"embeddings={path}"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=280, cwd=ROOT / "examples"
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout.splitlines()
+
+    mine = ("project", "--config-dir", "conf", "projection=pacmap")
+    lines = embedx_there(*mine, "projection.n_neighbors=12")
+    assert [line.split(" ")[0] for line in lines][-2:] == ["wrote", "next:"]
+    assert embedx_there(*mine, "projection.n_neighbors=12")[0].endswith("nothing to do")
+    (found,) = embedx.store.projections_of(embedx.open(path))
+    kept = {"n_neighbors": 12, "mn_ratio": 0.5, "fp_ratio": 2.0, "method": "pacmap"}
+    assert {key: found.attrs[key] for key in kept} == kept
+    accuracy = knn_accuracy(found.coords, digits.target[:600])
+    assert accuracy is not None
+    assert accuracy > 0.9
+    assert any("pacmap" in line for line in embedx_there("evaluate"))
 
 
 @pytest.mark.slow

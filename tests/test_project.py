@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.manifold import trustworthiness
 
 from embedx import store
 from embedx.errors import ConfigError, DataError, StoreError
-from embedx.neighbors import knn_accuracy, nearest_neighbors, trustworthiness
-from embedx.project import METHODS, Result, pca, project, tsne, umap
+from embedx.methods import METHODS, Result, pca, tsne, umap
+from embedx.project import project
+from embedx.scores import knn_accuracy
 from tests.conftest import embeddings_file, projection_file
 
 Array = np.ndarray[Any, Any]
@@ -35,48 +37,6 @@ def accuracy(coords: Array, labels: Array) -> float:
     return score
 
 
-# --------------------------------------------------------------------------- PCA
-
-
-def test_pca_equals_the_full_decomposition_of_scikit_learn() -> None:
-    from sklearn.decomposition import PCA
-
-    rng = np.random.default_rng(0)
-    x = (rng.normal(size=(80, 12)) * np.linspace(1, 4, 12) + 50).astype(np.float32)
-    oracle = PCA(n_components=3, svd_solver="full")
-    expected = oracle.fit_transform(x.astype(np.float64))
-    result = pca(x, n_components=3)
-    signs = np.sign((result.coords * expected).sum(axis=0))
-    assert set(np.abs(signs)) == {1.0}
-    assert np.abs(result.coords * signs - expected).max() < 1e-5
-    assert np.abs(result.state["components"] * signs[:, None] - oracle.components_).max() < 1e-5
-    assert np.allclose(result.state["mean"], oracle.mean_)
-    ratio = result.used["explained_variance_ratio"]
-    assert np.allclose(ratio, oracle.explained_variance_ratio_)
-    placed = (x - result.state["mean"]) @ result.state["components"].T
-    assert np.allclose(placed, result.coords)
-
-
-def test_sign_of_a_principal_component_makes_its_largest_loading_positive() -> None:
-    for seed in range(10):
-        x = np.random.default_rng(seed).normal(size=(30, 8))
-        components = pca(x, n_components=3).state["components"]
-        largest = np.abs(components).argmax(axis=1)
-        assert (components[np.arange(3), largest] > 0).all()
-        assert np.allclose(pca(-x, n_components=3).coords, -pca(x, n_components=3).coords)
-
-
-def test_components_more_than_the_data_has_are_clamped_and_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    x = np.random.default_rng(0).normal(size=(3, 8))
-    result = pca(x, n_components=5)
-    assert result.coords.shape == (3, 3)
-    assert result.used["n_components"] == 3
-    assert caplog.messages == ["n_components=5 is too large for these rows: using 3"]
-
-
 # --------------------------------------------------------------------------- t-SNE and UMAP
 
 
@@ -94,14 +54,6 @@ def test_clear_clusters_are_apart_in_the_map(
     shuffled = np.random.default_rng(0).permutation(done.coords)
     assert accuracy(shuffled, labels) < 0.5
     assert accuracy(done.coords, labels) > 0.95
-
-
-@pytest.mark.slow
-def test_tsne_of_many_rows_goes_by_the_grid_and_parts_clusters_too() -> None:
-    x, labels = clusters(5400)
-    coords, again = (tsne(x.astype(np.float32), n_iter=50).coords for _ in range(2))
-    assert accuracy(coords, labels) > 0.95
-    assert np.array_equal(coords, again)
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -124,16 +76,6 @@ def test_duplicates_land_together(tmp_path: Path, method: str) -> None:
     done = project(embeddings_file(tmp_path, x), method=method)
     assert np.isfinite(done.coords).all()
     assert accuracy(done.coords, labels) > 0.95
-
-
-@pytest.mark.parametrize("method", NONLINEAR)
-def test_a_pair_of_equal_rows_lands_on_nearly_one_point(tmp_path: Path, method: str) -> None:
-    x = np.random.default_rng(0).normal(size=(60, 10))
-    x = np.repeat(x, 2, axis=0)
-    coords = project(embeddings_file(tmp_path, x), method=method).coords
-    indices, _ = nearest_neighbors(coords, n_neighbors=5)
-    twin = np.arange(120) ^ 1
-    assert (indices == twin[:, None]).any(axis=1).mean() > 0.9
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -182,7 +124,7 @@ def test_one_feature_still_gives_a_plane(tmp_path: Path, method: str) -> None:
     coords = project(embeddings_file(tmp_path, x), method=method).coords
     assert coords.shape == (60, 2)
     assert (coords.std(axis=0) > 1e-3).all()
-    assert trustworthiness(x, coords, n_neighbors=5)[0] > 0.9
+    assert trustworthiness(x, coords, n_neighbors=5) > 0.9
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -277,8 +219,12 @@ def test_no_library_prints_or_warns(
         (tsne, "random_state", -1, "0 to 4294967295"),
         (umap, "n_components", 1, "2 to 3"),
         (umap, "n_neighbors", 1, "at least 2"),
-        (umap, "min_dist", 1.1, "0 to 1"),
-        (umap, "min_dist", -0.1, "0 to 1"),
+        (umap, "min_dist", 1.1, "0 to 1.0"),
+        (umap, "min_dist", -0.1, "0 to 1.0"),
+        (umap, "spread", 0.0, "at least 0.001"),
+        (umap, "n_epochs", 0, "at least 1"),
+        (tsne, "exaggeration", 0.5, "at least 1"),
+        (tsne, "early_exaggeration_iter", -1, "at least 0"),
         (umap, "random_state", 2**32, "0 to 4294967295"),
     ],
 )
@@ -300,7 +246,7 @@ def test_unknown_method_parameter_or_layer_is_refused_in_one_line(tmp_path: Path
         project(path, method="umap", n_neighbours=3)
     assert str(caught.value) == (
         "there is no key 'projection.n_neighbours'; the nearest are projection.n_neighbors, "
-        "projection.min_dist, projection.n_components"
+        "projection.n_epochs, projection.min_dist"
     )
     with pytest.raises(ConfigError) as caught:
         project(path, method="tsne", metric="hamming")
@@ -408,10 +354,10 @@ def test_file_says_where_it_comes_from_and_how_it_was_made(tmp_path: Path) -> No
         "min_dist": 0.1,
         "metric": "euclidean",
         "trustworthiness_k": 15,
-        "trustworthiness_rows": 60,
+        "scored_rows": 60,
     }
     assert {key: done.attrs[key] for key in expected} == expected
-    score, _ = trustworthiness(x.astype(np.float32), done.coords)
+    score = trustworthiness(x.astype(np.float32), done.coords, n_neighbors=15)
     assert done.attrs["trustworthiness"] == pytest.approx(score)
     reread = store.open_projection(done.path)
     assert np.array_equal(reread.coords, done.coords)
@@ -695,6 +641,43 @@ def test_a_parameter_may_have_the_name_of_an_attribute_of_the_file(tmp_path: Pat
     assert store.describe(done.path)["file"] == str(done.path)
 
 
+def test_a_seed_of_ones_own_method_is_kept_by_whichever_name_and_none_is_one_too(
+    tmp_path: Path,
+) -> None:
+    def sown(x: Array, *, seed: int = 5) -> Result:
+        return Result(x[:, :2])
+
+    def drawn(x: Array, *, random_state: int | None = None) -> Result:
+        return Result(x[:, :2])
+
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    assert project(path, method=sown).attrs["seed"] == 5
+    done = project(path, method=drawn)
+    assert done.attrs["seed"] == done.attrs["random_state"] == "null"
+    assert "trustworthiness" in done.attrs
+
+
+def test_maps_are_scored_on_the_same_rows_whatever_their_seed(tmp_path: Path) -> None:
+    path = embeddings_file(tmp_path, np.random.default_rng(0).normal(size=(4000, 5)))
+    one, other = (project(path, method="pca", random_state=seed) for seed in (0, 1))
+    assert one.attrs["scored_rows"] < 4000
+    names = ("trustworthiness", "continuity", "knn_recall_5", "distance_correlation", "stress")
+    assert [one.attrs[name] for name in names] == [other.attrs[name] for name in names]
+
+
+@pytest.mark.parametrize("options", [{"pre_pca": 4}, {"landmarks": 50}])
+def test_the_neighbours_that_scores_need_are_found_once_for_all_maps_of_the_rows(
+    tmp_path: Path, options: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = embeddings_file(tmp_path, clusters(90)[0])
+    caplog.set_level("INFO", "embedx")
+    for n_iter in (20, 30):
+        project(path, method="tsne", n_iter=n_iter, **options)
+    searches = [line for line in caplog.messages if line.startswith("found the ")]
+    # Of the rows as they are, and of those that the method was given.
+    assert len(searches) == len(list(tmp_path.glob("neighbors-*.h5"))) == 2
+
+
 def test_a_method_that_python_cannot_look_into_is_refused_in_one_line(tmp_path: Path) -> None:
     path = embeddings_file(tmp_path, clusters(30)[0])
     with pytest.raises(ConfigError, match=r"dict does not say which arguments it takes; wrap it"):
@@ -709,3 +692,494 @@ def test_run_can_be_moved_and_is_still_recognised(tmp_path: Path) -> None:
     moved = project(tmp_path / "there", method="pca").path
     assert moved == tmp_path / "there" / "projections" / first.name
     assert moved.stat().st_mtime_ns == before
+
+
+# --------------------------------------------------------------------------- fewer dimensions, rows
+
+MAKING = {
+    "model": "net",
+    "weights_sha256": "w",
+    "code": "c",
+    "preprocess": "p",
+    "tokens": False,
+    "normalize": False,
+    "revisions": [1, 1, 1],
+    "layers": ["avgpool"],
+    "pooling": ["gap"],
+    "pooling_code": [""],
+}
+
+
+def digits() -> tuple[Array, Array]:
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    return x[order].astype(np.float32), y[order].astype(np.int32)
+
+
+def run_of(folder: Path, x: Array, *, at: slice = slice(None), **about: Any) -> Path:
+    """A run of some rows, by a model that the file names, each row with an id of its own."""
+    ids = [f"row-{i:04d}" for i in range(len(x))][at]
+    made = {"identity": json.dumps(MAKING), "id": f"run {folder.name}"}
+    return embeddings_file(folder, x[at], ids=ids, **{**made, **about})
+
+
+@pytest.mark.parametrize("method", NONLINEAR)
+def test_pre_pca_is_the_method_on_the_principal_components_and_is_kept(
+    tmp_path: Path, method: str
+) -> None:
+    x, labels = clusters(120, 30)
+    path = embeddings_file(tmp_path / "whole", x)
+    done = project(path, method=method, pre_pca=4)
+    assert done.attrs["pre_pca"] == 4
+    components, mean = done.state["pre_components"], done.state["pre_mean"]
+    reduced = (x.astype(np.float32) - mean) @ components.T
+    expected = pca(x.astype(np.float32), n_components=4)
+    assert np.abs(components - expected.state["components"]).max() < 1e-5
+    assert np.abs(reduced - expected.coords).max() < 1e-5 * np.abs(reduced).max()
+    alone = project(embeddings_file(tmp_path / "reduced", reduced), method=method)
+    assert accuracy(done.coords, labels) > 0.95
+    assert np.abs(done.coords - alone.coords).max() < 0.02 * np.ptp(alone.coords) or (
+        trustworthiness(reduced, done.coords, n_neighbors=5)
+        == pytest.approx(trustworthiness(reduced, alone.coords, n_neighbors=5), abs=0.02)
+    )
+    score = trustworthiness(x.astype(np.float32), done.coords, n_neighbors=15)
+    assert done.attrs["trustworthiness"] == pytest.approx(score)  # of the whole rows
+    assert project(path, method=method, pre_pca=4).path == done.path
+    assert project(path, method=method).path != done.path
+
+
+def test_pre_pca_of_what_has_no_more_is_said_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = embeddings_file(tmp_path, clusters(40)[0])
+    done = project(path, method="tsne", pre_pca=50, n_iter=20)
+    assert "pre_pca=50: 40 x 10 rows have no more; not reduced" in caplog.messages
+    assert done.attrs["pre_pca"] == 10
+    assert "pre_components" not in done.state
+    assert np.array_equal(done.coords, project(path, method="tsne", n_iter=20).coords)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_landmarks_are_of_every_label_in_proportion_and_the_others_join_them(
+    tmp_path: Path, method: str
+) -> None:
+    x, labels = clusters(300)
+    labels[labels == 2] = np.where(np.arange(100) < 40, 2, -1)  # some have none
+    path = embeddings_file(tmp_path, x, labels=labels, failed=(0, 7))
+    done = project(path, method=method, landmarks=60)
+    landmarks = done.state["landmarks"]
+    assert done.attrs["landmarks"] == len(set(landmarks.tolist())) == 60
+    assert not {0, 7} & set(landmarks.tolist())
+    for label, n in ((0, 99), (1, 99), (2, 40), (-1, 60)):
+        assert abs((labels[landmarks] == label).sum() - 60 * n / 298) <= 1
+    ok = np.setdiff1d(np.arange(300), [0, 7])
+    assert np.isnan(done.coords[[0, 7]]).all()
+    assert np.isfinite(done.coords[ok]).all()
+    assert accuracy(done.coords[ok], (np.arange(300) % 3)[ok]) > 0.95
+    rest = embeddings_file(tmp_path / "chosen", x[landmarks], labels=labels[landmarks])
+    alone = project(rest, method=method)
+    assert np.array_equal(alone.coords, done.coords[landmarks])
+
+
+def test_landmarks_hold_a_block_of_the_rows_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from embedx import matrix
+    from embedx.scores import Quality
+
+    x, _ = clusters(3000, 8)
+    path = embeddings_file(tmp_path, x)
+    expected = project(path, method="tsne", landmarks=100, n_iter=20).coords
+    sizes: list[int] = []
+    read = matrix.Matrix.__getitem__
+
+    def watched(self: Any, which: Any) -> Any:
+        rows = read(self, which)
+        sizes.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(matrix.Matrix, "__getitem__", watched)
+    monkeypatch.setattr(matrix, "BLOCK_ROWS", 128)
+    unscored = Quality({}, np.full(3000, np.nan, np.float32))
+    monkeypatch.setattr(sys.modules["embedx.project"], "map_quality", lambda *_, **__: unscored)
+    again = project(path, method="tsne", landmarks=100, n_iter=20, overwrite=True).coords
+    assert len(sizes) > 20
+    assert max(sizes) <= 128
+    assert np.abs(again - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+def test_landmarks_that_make_no_sense_are_refused_or_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = embeddings_file(tmp_path, clusters(40)[0])
+    for landmarks in (40, 1000):
+        done = project(path, method="pca", landmarks=landmarks)
+        assert f"landmarks={landmarks}: there are 40 rows, all are fitted" in caplog.messages
+        assert "landmarks" not in done.state
+        assert np.array_equal(done.coords, project(path, method="pca").coords)
+    for key in ("landmarks", "pre_pca"):
+        with pytest.raises(ConfigError, match=f"^{key} must be at least 1, not 0$"):
+            project(path, method="pca", **{key: 0})
+    with pytest.raises(ConfigError, match=r"^landmarks=9: projection halves cannot place the othe"):
+        project(path, method=halves, landmarks=9)
+    with pytest.raises(ConfigError, match=r"^landmarks=20: densMAP cannot place new rows, .*"):
+        project(path, method="umap", densmap=True, landmarks=20)
+    with pytest.raises(DataError, match="needs at least 4 rows, and there are 3"):
+        project(path, method="tsne", landmarks=3)
+
+
+# --------------------------------------------------------------------------- in a map that is there
+
+PLACE = (
+    "import sys, embedx;"
+    "embedx.project(sys.argv[1], transform_from=sys.argv[2]);"
+    "sys.exit('torch' in sys.modules)"
+)
+
+
+def placed_elsewhere(path: Path, source: Path) -> store.Projection:
+    """Rows placed by another process, which has the files alone."""
+    import subprocess
+    import sys
+
+    before = source.read_bytes()
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", PLACE, str(path), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert source.read_bytes() == before
+    (found,) = (path.parent / "projections").glob("*.h5")
+    return store.open_projection(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("pca", {"n_components": 8}),
+        ("pca", {"n_components": 8, "whiten": True}),
+        ("tsne", {}),
+        ("tsne", {"pre_pca": 20, "perplexity": [10, 50]}),
+        ("tsne", {"n_components": 3}),
+        ("umap", {}),
+        ("umap", {"metric": "cosine", "landmarks": 600}),
+        ("umap", {"n_components": 3, "pre_pca": 30}),
+    ],
+)
+def test_held_out_digits_land_in_their_class_by_another_process(
+    tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    from sklearn.neighbors import KNeighborsClassifier
+
+    x, labels = digits()
+    old = run_of(tmp_path / "old", x, at=slice(1300), labels=labels[:1300])
+    new = run_of(tmp_path / "new", x, at=slice(1300, None))
+    the_map = project(old, method=method, **options)
+    placed = placed_elsewhere(new, the_map.path)
+    assert placed.coords.shape == (497, the_map.coords.shape[1])
+    assert (placed.attrs["method"], placed.attrs["transform_from"]) == (
+        method,
+        "".join([the_map.attrs["id"]]),
+    )
+    vote = KNeighborsClassifier(5).fit(the_map.coords, labels[:1300])
+    score = vote.score(placed.coords, labels[1300:])
+    assert score > accuracy(the_map.coords, labels[:1300]) - 0.03
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_pca": 5}, {"landmarks": 60}, {"whiten": True}])
+def test_the_rows_of_a_pca_in_another_file_are_placed_where_they_are(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    x, _ = clusters(200)
+    the_map = project(run_of(tmp_path / "old", x), method="pca", **options)
+    other = project(run_of(tmp_path / "other", x[:, ::-1]), method="tsne", n_iter=20)
+    aligned = project(tmp_path / "old", method="pca", align_to=other, **options)
+    for source in (the_map, aligned):
+        placed = project(run_of(tmp_path / source.name, x), transform_from=source)
+        assert np.abs(placed.coords - source.coords).max() < 1e-5 * np.abs(source.coords).max()
+        assert placed.attrs["trustworthiness"] == pytest.approx(source.attrs["trustworthiness"])
+
+
+@pytest.mark.parametrize("method", NONLINEAR)
+def test_rows_placed_in_an_aligned_map_lie_in_its_frame(tmp_path: Path, method: str) -> None:
+    x, labels = clusters(150)
+    old = run_of(tmp_path / "old", x)
+    frame = projection_file(old, "pca-frame", x[:, :2] @ [[0.0, -1.0], [1.0, 0.0]] + [500.0, 90.0])
+    the_map = project(old, method=method, align_to="pca-frame", metric="cosine")
+    assert frame.is_file()
+    fresh = (x + np.random.default_rng(5).normal(size=x.shape) * 0.1).astype(np.float32)
+    placed = project(run_of(tmp_path / "new", fresh), transform_from=the_map)
+    both = np.vstack([the_map.coords, placed.coords])
+    assert np.abs(both.mean(axis=0) - [500, 90]).max() < 100
+    assert accuracy(both, np.tile(labels, 2)) > 0.95
+    nearest = np.linalg.norm(placed.coords[:, None] - the_map.coords[None], axis=2).argmin(axis=1)
+    assert (labels[nearest] == labels).mean() > 0.95
+
+
+def test_a_map_where_rows_were_placed_is_found_done_and_named_by_its_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, _ = clusters(60)
+    the_map = project(run_of(tmp_path / "old", x, at=slice(40)), method="pca")
+    new = run_of(tmp_path / "new", x, at=slice(40, None), failed=(3,))
+    first = project(new, transform_from=the_map)
+    before = first.path.read_bytes()
+    caplog.set_level(logging.INFO)
+    assert project(new, transform_from=str(the_map.path)).path == first.path
+    assert any(message.endswith("nothing to do") for message in caplog.messages)
+    assert np.isnan(first.coords[3]).all()
+    assert project(new, transform_from=the_map, overwrite=True).path.read_bytes() == before
+    assert first.name.startswith("pca-")
+    assert first.attrs["parent"] == "run new"
+    assert "trustworthiness" in first.attrs
+    assert not [message for message in caplog.messages if "cannot be told" in message]
+
+
+def test_what_cannot_be_placed_is_refused_in_one_line(tmp_path: Path) -> None:
+    x, _ = clusters(60)
+    old = run_of(tmp_path / "old", x)
+    new = run_of(tmp_path / "new", x)
+    the_map = project(old, method="pca")
+    dense = project(old, method="umap", densmap=True)
+    own = project(old, method=halves)
+    placed = project(new, transform_from=the_map)
+    other = {
+        key: run_of(tmp_path / key, x, identity=json.dumps({**MAKING, key: value}))
+        for key, value in {
+            "weights_sha256": "else",
+            "preprocess": 3,
+            "revisions": [1, 2, 1],
+            "pooling_code": ["mine"],
+        }.items()
+    }
+    another = embeddings_file(tmp_path / "layer", {"fc": x}, identity=json.dumps(MAKING), id="l")
+    wide = run_of(tmp_path / "wide", np.hstack([x, x]))
+    empty = projection_file(old, "empty-1", np.full((60, 2), np.nan))
+    for embeddings, source, what in (
+        (old, the_map, "is a map of these very embeddings"),
+        (new, own, "rows can be placed in maps of pca, tsne, umap that were fitted, and this"),
+        (run_of(tmp_path / "third", x), placed, "rows can be placed in maps of pca, tsne, umap"),
+        (new, dense, "densMAP cannot place new rows"),
+        (new, store.open_projection(empty), "rows can be placed in maps of"),
+        (other["weights_sha256"], the_map, "is a map of rows with weights_sha256 w, and"),
+        (other["preprocess"], the_map, "is a map of rows with preprocess p, and"),
+        (other["revisions"], the_map, "is a map of rows with revisions [1, 1, 1], and"),
+        (other["pooling_code"], the_map, "is a map of rows with pooling_code , and"),
+        (wide, the_map, "is a map of rows of 10 dims, and avgpool of"),
+        (another, the_map, "has no layer 'avgpool'"),
+        (new, tmp_path / "nowhere.h5", "nowhere.h5"),
+        (new, old, "is not an embedx-projection file"),
+    ):
+        with pytest.raises((ConfigError, DataError, StoreError)) as caught:
+            project(embeddings, transform_from=source)
+        assert what in str(caught.value)
+        assert "\n" not in str(caught.value)
+    for key, value in {
+        "method": "pca",
+        "layer": "avgpool",
+        "pre_pca": 5,
+        "landmarks": 5,
+        "align_to": the_map,
+        "n_components": 3,
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{key} has no use beside transform_from: "):
+            project(new, transform_from=the_map, **{key: value})  # type: ignore[arg-type]
+    for gone in (
+        (tmp_path / "old" / "embeddings.h5").unlink,
+        lambda: run_of(tmp_path / "old", x, id="made anew"),
+    ):
+        gone()
+        with pytest.raises(DataError, match=r"the embeddings that it was fitted to \(id run old\)"):
+            project(new, transform_from=the_map, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "what"),
+    [
+        ({}, {"mean": np.zeros(3)}, "its state mean is (3,), or not finite, and (10,)"),
+        ({}, {"mean": np.full(10, np.nan)}, "its state mean is (10,), or not finite"),
+        ({}, {"components": np.zeros((2, 9))}, "its state components is (2, 9)"),
+        ({}, {"components": None}, "its state components is missing"),
+        ({"whiten": True}, {"scale": np.zeros((2, 2))}, "its state scale is (2, 2)"),
+        ({"landmarks": 20}, {"landmarks": np.array([0, 60])}, "its state landmarks are no rows"),
+        ({"landmarks": 20}, {"landmarks": np.array([0, -1])}, "its state landmarks are no rows"),
+        ({"landmarks": 20}, {"landmarks": np.ones(3)}, "its state landmarks are no rows"),
+        ({"landmarks": 20}, {"landmarks": np.zeros((2, 2), int)}, "its state landmarks are no row"),
+        ({"landmarks": 20}, {"landmarks": np.zeros(0, int)}, "no row has a place in it"),
+        ({"pre_pca": 4}, {"pre_mean": np.zeros(4)}, "its state pre_mean is (4,)"),
+        ({"pre_pca": 4}, {"pre_components": np.zeros(())}, "its state pre_components is ()"),
+        ({"pre_pca": 4}, {"pre_components": np.zeros((3, 10))}, "its state components is (2, 4)"),
+        ({"align_to": "pca-frame"}, {"align_rotation": np.eye(3)}, "its state align_rotation is"),
+        ({"align_to": "pca-frame"}, {"align_shift": None}, "its state align_shift is missing"),
+    ],
+)
+def test_a_file_whose_state_cannot_be_is_refused_in_one_line(
+    tmp_path: Path, options: dict[str, Any], change: dict[str, Any], what: str
+) -> None:
+    x, _ = clusters(60)
+    old, new = (run_of(tmp_path / name, x) for name in ("old", "new"))
+    projection_file(old, "pca-frame", x[:, :2])
+    the_map = project(old, method="pca", **options)
+    state = {key: array for key, array in {**the_map.state, **change}.items() if array is not None}
+    store.write_projection(
+        the_map.path, coords=the_map.coords, ids=the_map.ids, attrs=the_map.attrs, state=state
+    )
+    with pytest.raises(DataError) as caught:
+        project(new, transform_from=the_map.path)
+    assert str(caught.value).startswith(f"transform_from={the_map.path} takes no rows: {what}")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "new" / "projections").exists()
+
+
+def test_what_a_file_does_not_say_of_its_making_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, _ = clusters(40)
+    old, new = (run_of(tmp_path / name, x, identity="{}") for name in ("old", "new"))
+    project(new, transform_from=project(old, method="pca"))
+    said = [message for message in caplog.messages if "cannot be told" in message]
+    assert said == [
+        "whether both were made with the same model, weights_sha256, code, tokens, preprocess, "
+        "normalize, revisions, pooling, pooling_code cannot be told"
+    ]
+
+
+# --------------------------------------------------------------------------- aligned
+
+
+def turned(coords: Array) -> Array:
+    """Mirrored, turned by 40 degrees and moved."""
+    angle = np.deg2rad(40)
+    turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
+    moved: Array = (coords * [1, -1]) @ turn + [30.0, -7.0]
+    return moved
+
+
+def distances_within(coords: Array) -> Array:
+    from scipy.spatial.distance import pdist
+
+    found: Array = pdist(coords)
+    return found
+
+
+def test_a_map_that_was_mirrored_turned_and_moved_comes_back(tmp_path: Path) -> None:
+    x, _ = clusters(60)
+    path = run_of(tmp_path, x)
+    plain = project(path, method="pca")
+    projection_file(path, "tsne-turned", turned(plain.coords))
+    aligned = project(path, method="pca", align_to="tsne-turned")
+    assert aligned.path != plain.path
+    assert np.abs(aligned.coords - turned(plain.coords)).max() < 1e-4
+    assert aligned.attrs["align_to"] == "tsne-turned"
+    assert project(path, method="pca", align_to="tsne-turned").path == aligned.path
+    rotation = aligned.state["align_rotation"]
+    assert np.allclose(rotation @ rotation.T, np.eye(2), atol=1e-6)
+
+
+def test_alignment_is_that_of_scipy_over_the_samples_in_common(tmp_path: Path) -> None:
+    from scipy.linalg import orthogonal_procrustes
+
+    x, _ = clusters(90)
+    ours = run_of(tmp_path / "a", x, at=slice(60), failed=(2,))
+    theirs = run_of(tmp_path / "b", x, at=slice(20, 90), failed=(5,))
+    aim = np.random.default_rng(0).normal(size=(70, 2)).astype(np.float32)
+    aim[5] = np.nan
+    target = projection_file(theirs, "umap-aim", aim)
+    plain = project(ours, method="pca").coords
+    aligned = project(ours, method="pca", align_to=str(target)).coords
+    shared = np.setdiff1d(np.arange(20, 60), [25])
+    a, b = plain[shared].astype(np.float64), aim[shared - 20].astype(np.float64)
+    turn, _ = orthogonal_procrustes(a - a.mean(axis=0), b - b.mean(axis=0))
+    ok = np.setdiff1d(np.arange(60), [2])
+    expected = (plain[ok] - a.mean(axis=0)) @ turn + b.mean(axis=0)
+    assert np.abs(aligned[ok] - expected).max() < 1e-4
+    assert np.isnan(aligned[2]).all()
+    assert np.allclose(distances_within(aligned[ok]), distances_within(plain[ok]), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("umap", {}), ("tsne", {"early_exaggeration_iter": 0, "n_iter": 50})],
+)
+def test_tsne_and_umap_start_from_the_map_that_they_are_aligned_to(
+    tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    from scipy.spatial import procrustes
+
+    x, labels = (rows[:500] for rows in digits())
+    path = run_of(tmp_path, x)
+    target = project(path, method="tsne", random_state=7, initialization="random")
+    plain = project(path, method=method, random_state=1, **options)
+    given = {"random_state": 1, "align_to": target, **options}
+    aligned = project(path, method=method, **given)
+    # How far from the target, at the scale and in the frame that suit best.
+    off = [float(procrustes(target.coords, done.coords)[2]) for done in (plain, aligned)]
+    assert off[1] < 0.7 * off[0]
+    assert accuracy(aligned.coords, labels) > 0.9
+    assert aligned.attrs["trustworthiness"] > plain.attrs["trustworthiness"] - 0.02
+    again = project(path, method=method, out=tmp_path / "again", **given)
+    assert again.path.read_bytes() == aligned.path.read_bytes()
+
+
+@pytest.mark.slow
+def test_alignment_draws_umap_to_another_map_and_loses_no_neighbours(tmp_path: Path) -> None:
+    x, labels = (rows[:400] for rows in digits())
+    path = run_of(tmp_path / "a", x, labels=labels)
+    for target_method, options in (("umap", {"random_state": 5}), ("tsne", {})):
+        target = project(path, method=target_method, **options)
+        maps = [
+            project(path, method="umap", align_to=target, alignment=value) for value in (0.0, 0.01)
+        ]
+        off = [float(np.linalg.norm(done.coords - target.coords, axis=1).mean()) for done in maps]
+        assert off[1] < 0.5 * off[0]
+        scores = [done.attrs["trustworthiness"] for done in maps]
+        assert scores[1] > scores[0] - 0.02
+        assert np.abs(maps[1].coords - target.coords).max() > 1e-3  # it is no copy
+    again = project(path, method="umap", align_to=target, alignment=0.01, out=tmp_path / "again")
+    assert again.path.read_bytes() == maps[1].path.read_bytes()
+    # Rows that the other map has not are tied to nothing and land among their kind.
+    longer = (rows[:520] for rows in digits())
+    more, kinds = longer
+    both = project(run_of(tmp_path / "b", more), method="umap", align_to=target, alignment=0.01)
+    shared = np.linalg.norm(both.coords[:400] - target.coords, axis=1).mean()
+    assert shared < 0.5 * off[0]
+    assert accuracy(both.coords, kinds) > 0.9
+
+
+def test_alignment_that_has_no_use_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    with pytest.raises(ConfigError) as caught:
+        project(path, method="umap", alignment=0.5)
+    assert str(caught.value) == ("projection.alignment=0.5 needs a map: name one with align_to")
+    with pytest.raises(ConfigError, match=r"^projection.alignment has no use beside projection.de"):
+        project(path, method="umap", alignment=0.5, densmap=True)
+    with pytest.raises(ConfigError, match=r"^projection.alignment must be at least 0, not -1.0$"):
+        project(path, method="umap", alignment=-1.0)
+
+
+def test_maps_that_cannot_be_aligned_are_refused_in_one_line(tmp_path: Path) -> None:
+    x, _ = clusters(40)
+    path = run_of(tmp_path / "a", x)
+    elsewhere = embeddings_file(tmp_path / "b", x, ids=[f"other-{i}" for i in range(40)])
+    few = embeddings_file(
+        tmp_path / "c", x, ids=["row-0001", "row-0002", *(f"other-{i}" for i in range(38))]
+    )
+    line = project(path, method="pca", n_components=1)
+    one = embeddings_file(tmp_path / "d", x[:, :1])
+    for embeddings, target, what in (
+        (path, project(elsewhere, method="pca"), "has 0 samples in common with these embeddings"),
+        (path, project(few, method="pca"), "has 2 samples in common with these embeddings, and 3"),
+        (path, line, "has 1 dimensions and this map has 2; give both the same projection.n_co"),
+        (one, project(path, method="pca"), "has 2 dimensions and this map has 1"),
+        (path, "pca-nothing", "pca-nothing"),
+    ):
+        with pytest.raises((ConfigError, DataError, StoreError)) as caught:
+            project(embeddings, method="pca", align_to=target)
+        assert what in str(caught.value)
+        assert "\n" not in str(caught.value)
+    project(path, method="pca")
+    with pytest.raises(ConfigError, match=r"^align_to=pca has 2 maps; name one: .*pca-.*, .*pca-"):
+        project(path, method="pca", align_to="pca")

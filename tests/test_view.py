@@ -13,7 +13,8 @@ from PIL import Image
 
 from embedx import store
 from embedx.errors import ConfigError, DataError, StoreError
-from embedx.view import OTHER, PALETTE, PALETTE_BESIDE_OTHER, view
+from embedx.figures import OTHER, PALETTE, PALETTE_BESIDE_OTHER
+from embedx.view import view
 from tests.conftest import embeddings_file, projection_file
 
 pytest.importorskip("matplotlib")
@@ -328,11 +329,11 @@ def test_any_label_is_drawn_without_error_or_warning(
 def test_dollar_signs_are_shown_as_they_are_and_not_as_mathematics() -> None:
     from matplotlib.cbook import is_math_text
 
-    from embedx.view import _as_label
+    from embedx.figures import as_label
 
     assert is_math_text("$x^2$")
     for name in WEIRD:
-        text = _as_label(name)
+        text = as_label(name)
         assert not is_math_text(text)
         plain = text.replace(r"\$", "$").removeprefix("\u200b")
         assert plain[:20] == " ".join(name.split())[:20]
@@ -622,3 +623,42 @@ def test_maps_newer_than_an_export_are_said_before_it_is_served(
     with pytest.raises(ConfigError, match="port 0 cannot be used"):
         view(path, viewer="tensorboard", port=0)
     assert "1 maps are newer than the export and not in it" in caplog.text
+
+
+def test_each_map_is_coloured_by_its_own_score_of_each_point(tmp_path: Path) -> None:
+    from embedx.project import project
+
+    x = np.random.default_rng(0).normal(size=(80, 12))
+    path = embeddings_file(tmp_path, x, failed=(3,))
+    maps = [project(path, method="pca"), project(path, method="pca", n_components=7)]
+    figure = draw(path, color="neighborhood", projections=[str(p.path) for p in maps])
+    scale = figure.axes[-1]
+    assert scale.get_ylabel() == "share of near rows kept"
+    for panel, projection in enumerate(maps):
+        (artist,) = figure.axes[panel].collections
+        placed = np.isfinite(projection.coords).all(axis=1)
+        np.testing.assert_allclose(artist.get_offsets(), projection.coords[placed, :2])
+        light = np.asarray(artist.get_facecolor())[:, :3].sum(axis=1)
+        scores = projection.row_scores["neighborhood"][placed]
+        assert len(np.unique(scores)) > 5
+        assert (np.diff(light[np.argsort(scores, kind="stable")]) >= -1e-6).all()
+    assert figure.axes[0].get_xlabel().startswith("PC1 (")
+    assert sorted(file.name for file in path.parent.glob("variance-*.png")) == sorted(
+        f"variance-{projection.name}.png" for projection in maps
+    )
+    projection_file(path, "umap-000000", x[:, :2].astype("f4"), method="umap")
+    with pytest.raises(DataError, match="no score of each row"):
+        view(path, color="neighborhood")
+
+
+def test_axes_of_a_pca_say_how_much_of_the_variance_they_hold(tmp_path: Path) -> None:
+    from embedx.project import project
+
+    x = np.random.default_rng(0).normal(size=(300, 3)) * [3, 2, 1]
+    path = embeddings_file(tmp_path, x)
+    project(path, method="pca")
+    variance = np.sort(np.linalg.eigvalsh(np.cov(x.T)))[::-1]
+    first, second = 100 * variance[:2] / variance.sum()
+    axes = draw(path).axes[0]
+    assert axes.get_xlabel() == f"PC1 ({first:.1f}%)"
+    assert axes.get_ylabel() == f"PC2 ({second:.1f}%)"

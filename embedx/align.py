@@ -1,0 +1,90 @@
+"""What two files have in common: the space of their rows, samples, how a map lies on another."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embedx.matrix import Array
+
+_OF_MODEL = ("model", "weights_sha256", "code", "tokens", "preprocess", "normalize", "revisions")
+_OF_LAYER = ("pooling", "pooling_code")  # a list each, as long as that of the layers
+SPACE = (*_OF_MODEL, *_OF_LAYER)
+
+
+def space_of(identity: Mapping[str, Any], layer: str) -> dict[str, Any]:
+    """What decides in which space the rows of a layer lie, as far as the identity of a file says.
+
+    Distances between rows of two files mean something where these are equal.
+
+    Args:
+        identity: Of the file.
+        layer: The capture point.
+
+    Returns:
+        Values by the keys of ``SPACE``, but for those that the identity has not.
+    """
+    space = {key: identity[key] for key in _OF_MODEL if key in identity}
+    layers = identity.get("layers")
+    for key in _OF_LAYER:
+        values = identity.get(key)
+        if isinstance(layers, list) and isinstance(values, list) and layer in layers:
+            at = layers.index(layer)
+            space.update({key: values[at]} if at < len(values) else {})
+    return space
+
+
+def shared_rows(ours: Sequence[str], theirs: Sequence[str]) -> tuple[Array, Array]:
+    """The rows of two files that have the same id.
+
+    Args:
+        ours: The n ids of one, each once.
+        theirs: The ids of the other, each once.
+
+    Returns:
+        Indices ``(k,)`` into each, pair by pair, in the order of ``ours``.
+    """
+    row_of = {sample_id: row for row, sample_id in enumerate(theirs)}
+    at = np.array([row_of.get(sample_id, -1) for sample_id in ours], np.int64)
+    found = np.flatnonzero(at >= 0)
+    return found, at[found]
+
+
+def places_in(ids: Sequence[str], coords: Array, theirs: Sequence[str]) -> Array:
+    """Where a map of other rows has these, by their ids.
+
+    Args:
+        ids: The n ids of these, each once.
+        coords: The map, shape ``(k, m)``.
+        theirs: The k ids of its rows, each once.
+
+    Returns:
+        Shape ``(n, m)`` float64, NaN where the map has none.
+    """
+    found, there = shared_rows(ids, theirs)
+    placed = np.full((len(ids), coords.shape[1]), np.nan)
+    placed[found] = coords[there]
+    return placed
+
+
+def procrustes(coords: Array, aim: Array) -> tuple[Array, Array]:
+    """Rotation or reflection, and shift, that bring a map closest to another.
+
+    There is no scaling: distances stay what they are.
+
+    Args:
+        coords: Shape ``(n, m)``, NaN for rows that do not count.
+        aim: Shape ``(n, m)``, row-aligned, NaN likewise.
+
+    Returns:
+        ``turn`` ``(m, m)`` and ``shift`` ``(m,)``, for ``coords @ turn + shift``.
+
+    References:
+        Schönemann 1966, Psychometrika 31(1).
+    """
+    both = np.isfinite(aim).all(axis=1) & np.isfinite(coords).all(axis=1)
+    ours, theirs = coords[both].astype(np.float64), aim[both]
+    center, to = ours.mean(axis=0), theirs.mean(axis=0)
+    left, _, right = np.linalg.svd((ours - center).T @ (theirs - to))
+    turn = left @ right
+    return turn, to - center @ turn
