@@ -124,7 +124,7 @@ def compare(
     ]
     about = _about(opened, titles, maps)
     mapped = [
-        _map_row(opened[i], names[i], projection, stored[i], ", ".join(settings))
+        _map_row(opened[i], names[i], projection, ", ".join(settings))
         for (i, projection), settings in zip(maps, (one.settings for one in about), strict=True)
     ]
     usual = "knn_accuracy" if any(row["knn_accuracy"] is not None for row in embedded) else None
@@ -238,7 +238,9 @@ def _stored_scores(run: Embeddings) -> dict[str, dict[str, Any]]:
 
 def _score(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
-    if isinstance(value, (bool, str)) or value is None or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if not -1e300 < value < 1e300:  # also an integer that no float holds, and NaN
         return None
     return float(value)
 
@@ -262,15 +264,11 @@ def _map_row(
     run: Embeddings,
     name: str,
     projection: Projection,
-    stored: Mapping[str, Mapping[str, Any]],
     settings: str,
 ) -> dict[str, Any]:
     placed = np.isfinite(projection.coords).all(axis=1)
     scores = {key: _score(projection.attrs, key) for key in MAP_HEADS}
-    known = stored.get(projection.name, {})
-    if "knn_accuracy" in known:
-        scores["knn_accuracy"] = _score(known, "knn_accuracy")
-    elif run.labels is not None:
+    if run.labels is not None:  # of a map that was made again what evaluate wrote may be old
         scores["knn_accuracy"] = knn_accuracy(projection.coords[placed], run.labels[placed])
     return {
         "rank": None,
@@ -294,9 +292,13 @@ def _names(opened: Sequence[Embeddings]) -> list[str]:
     """The name of each run's folder, as much of its path as tells them apart."""
     paths = [run.path.parent.absolute().parts for run in opened]
     n = 1
-    while len({parts[-n:] for parts in paths}) < len(paths):
+    while len({parts[-n:] for parts in paths}) < len(set(paths)):
         n += 1
-    return ["/".join(parts[-n:]) for parts in paths]
+    names = ["/".join(parts[-n:]) for parts in paths]
+    return [  # of several files in a folder the file's name says which
+        name if names.count(name) == 1 else f"{name}/{run.path.name}"
+        for name, run in zip(names, opened, strict=True)
+    ]
 
 
 def _titles(opened: Sequence[Embeddings], names: Sequence[str]) -> list[str]:

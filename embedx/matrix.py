@@ -46,7 +46,9 @@ class Matrix:
         rows: Array = np.asarray(self._matrix[at], dtype=np.float32)
         if self._axes is None or self._mean is None:
             return rows
-        return ((rows - self._mean) @ self._axes.T).astype(np.float32)
+        # In float64, whose rounding hardly ever shows in float32: a product of other rows beside
+        # these is rounded otherwise.
+        return ((rows - self._mean).astype(np.float64) @ self._axes.T).astype(np.float32)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         values = np.empty(self.shape, np.float32)

@@ -492,7 +492,8 @@ def tsne(
 
 def _in_own_unit(distances: Array) -> Array:
     """Perplexity is found row by row, whatever the unit: a row far from all would overflow."""
-    unit = distances.mean(axis=1, keepdims=True, dtype=np.float64)
+    unit = np.median(distances, axis=1, keepdims=True).astype(np.float64)
+    unit = np.where(unit > 0, unit, distances.mean(axis=1, keepdims=True, dtype=np.float64))
     return np.asarray(distances / np.where(unit > 0, unit, 1))
 
 

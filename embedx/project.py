@@ -121,7 +121,7 @@ def project(
             target=target,
             parameters=parameters,
         )
-    digest = settings_sha256(job.settings)
+    digest = settings_sha256({**job.settings, **({"beside": job.beside} if job.beside else {})})
     folder = Path(out) if out else opened.path.parent / "projections"
     path = folder / f"{job.name}-{digest[:6]}.h5"
     projection_id = hashlib.sha256(f"{opened.attrs['id']} {digest}".encode()).hexdigest()
@@ -230,6 +230,8 @@ class _Job:
         at: Which rows of the file take part, as indices.
         rows: They.
         make: Makes the map.
+        beside: A hash of what another map holds that this one is made beside: made again under the
+            same settings, it may hold something else.
     """
 
     name: str
@@ -238,6 +240,7 @@ class _Job:
     at: Array
     rows: Matrix
     make: Callable[[], _Made]
+    beside: str = ""
 
 
 def _usable(opened: Embeddings, layer: str | None) -> tuple[str, Array, Matrix]:
@@ -366,6 +369,8 @@ def _fitting(
         graphs: dict[Metric, Graph] = {}
 
         def neighbors(k: int, metric: Metric) -> Graph:
+            if n_fitted < 2:
+                raise DataError(f"{name} asks for neighbors, and there is one row; use pca")
             graphs[metric] = _graph(opened, point, x, k=k, metric=metric, which=which)
             return graphs[metric]
 
@@ -400,7 +405,7 @@ def _fitting(
             coords, {**values, **used}, state, metric, None if which else graphs.get(metric)
         )
 
-    return _Job(name, point, settings, at, rows, make)
+    return _Job(name, point, settings, at, rows, make, "" if target is None else _content(target))
 
 
 def _metric_of(parameters: Mapping[str, Any]) -> Metric:
@@ -451,6 +456,14 @@ def _shared(target: Projection, opened: Embeddings, at: Array) -> Array:
     return coords
 
 
+def _content(projection: Projection) -> str:
+    """A hash of where a map has its rows and how it places others."""
+    content = hashlib.sha256(projection.coords.tobytes())
+    for name, array in sorted(projection.state.items()):
+        content.update(name.encode() + array.tobytes())
+    return content.hexdigest()
+
+
 def _refuse_other_dims(target: Projection, m: Any) -> None:
     if m != target.coords.shape[1]:
         raise DataError(
@@ -494,7 +507,7 @@ def _placing(opened: Embeddings, source: Projection) -> _Job:
         used["transform_from"] = source.attrs["id"]
         return _Made(whole, used, {}, _metric_of(values), None)
 
-    return _Job(name, layer, settings, at, rows, make)
+    return _Job(name, layer, settings, at, rows, make, _content(source))
 
 
 def _placed_in(

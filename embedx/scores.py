@@ -348,7 +348,9 @@ def _recalls(
     """Shape ``(r,)``: the share of the k nearest rows in the data that are so in the map."""
     listed, shown = near.indices[:, :k], mapped.indices[:, :k]
     slack = 1 + 1e-9
-    is_found = map_.squared(rows, listed) <= np.square(mapped.distances[:, k - 1 : k]) * slack
+    # Not the distances of the search, which may have been rounded to float32.
+    reach = map_.squared(rows, shown).max(axis=1, keepdims=True)
+    is_found = map_.squared(rows, listed) <= reach * slack
     n_found = is_found.sum(axis=1)
     # Where others are as near in the data as the k-th, any of them may stand in the list.
     tied = np.arange(len(rows))

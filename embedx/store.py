@@ -916,7 +916,7 @@ def remove_derived(folder: Path, file_id: str) -> None:
             if read_arrays(file, format=NEIGHBORS_FORMAT)[0]["parent"] == file_id:
                 file.unlink()
     scores = folder / "scores.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
             scores.unlink()
     pictures = [

@@ -105,7 +105,8 @@ def as_csv(table: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
     data = io.StringIO()
-    writer = csv.writer(data, lineterminator="\n")
+    # A carriage return ends a row to most readers, and is quoted only with the line's own end.
+    writer = csv.writer(data, lineterminator="\r\n")
     writer.writerow(columns)
     writer.writerows([inert(row.get(column)) for column in columns] for row in table)
     return data.getvalue().encode("utf-8", "backslashreplace")

@@ -14,6 +14,8 @@ from embedx.compare import LOWER_IS_BETTER, Comparison, compare
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.evaluate import evaluate
 from embedx.figures import PALETTE
+from embedx.methods import Result
+from embedx.project import project
 from embedx.scores import cka, embedding_quality, knn_accuracy
 from tests.conftest import embeddings_file, projection_file
 
@@ -328,3 +330,45 @@ def test_wrong_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
     for nothing in ([], [str(tmp_path / "n*")]):
         with pytest.raises(DataError, match="there is no finished run in"):
             compare(nothing, out=out)
+
+
+def test_files_of_one_folder_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(20, 4))
+    first = embeddings_file(tmp_path, x, id="a")
+    first.rename(tmp_path / "first.h5")
+    second = embeddings_file(tmp_path, x + 1, id="b")
+    made = compare([tmp_path / "first.h5", second], out=tmp_path / "out")
+    assert len({row["run"] for row in made.table}) == 2
+
+
+@pytest.mark.parametrize("odd", [[1], {}, 10**400, True, "x", float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_are_none(tmp_path: Path, odd: object) -> None:
+    path = embeddings_file(tmp_path, np.random.default_rng(0).normal(size=(30, 4)))
+    evaluate(path)
+    file = path.parent / "scores.json"
+    document = json.loads(file.read_text())
+    document["scores"][0]["anisotropy"] = odd
+    file.write_text(json.dumps(document))
+    (row,) = compare([path], out=tmp_path / "out").table
+    assert row["anisotropy"] is None
+    assert row["effective_rank"] > 1
+
+
+def test_a_map_made_again_is_scored_as_it_is_now(tmp_path: Path) -> None:
+    labels = np.arange(60) % 2
+    x = np.random.default_rng(0).normal(size=(60, 4)) + labels[:, None] * 9
+    path = embeddings_file(tmp_path, x, labels=labels.tolist())
+    way = [1.0]
+
+    def mine(x: np.ndarray, *, n_components: int = 2) -> Result:
+        noise = np.random.default_rng(1).normal(size=(len(x), 2))
+        return Result(coords=way[0] * np.asarray(x)[:, :2] + noise)
+
+    project(path, method=mine)
+    evaluate(path)
+    (good,) = [row for row in compare([path], out=tmp_path / "1").table if row["map"]]
+    way[0] = 0.0
+    project(path, method=mine, overwrite=True)
+    (bad,) = [row for row in compare([path], out=tmp_path / "2").table if row["map"]]
+    assert good["knn_accuracy"] > 0.95
+    assert bad["knn_accuracy"] < 0.75

@@ -1183,3 +1183,46 @@ def test_maps_that_cannot_be_aligned_are_refused_in_one_line(tmp_path: Path) -> 
     project(path, method="pca")
     with pytest.raises(ConfigError, match=r"^align_to=pca has 2 maps; name one: .*pca-.*, .*pca-"):
         project(path, method="pca", align_to="pca")
+
+
+def test_tsne_of_few_rows_is_not_spoiled_by_a_huge_one_among_all_their_neighbours(
+    tmp_path: Path,
+) -> None:
+    x, labels = clusters(60)
+    x = x.astype(np.float32)
+    x[7] = 1e38
+    coords = project(embeddings_file(tmp_path, x), method="tsne").coords
+    others = np.arange(60) != 7
+    assert accuracy(coords[others], labels[others]) > 0.95
+
+
+def test_a_map_beside_another_that_was_made_anew_is_another_map(tmp_path: Path) -> None:
+    x, _ = clusters(40)
+    path = embeddings_file(tmp_path, x)
+    turn = [0.0]
+
+    def turned(x: Array, *, n_components: int = 2) -> Result:
+        flat = np.asarray(x)[:, :2]
+        c, s = np.cos(turn[0]), np.sin(turn[0])
+        return Result(coords=flat @ np.array([[c, -s], [s, c]]))
+
+    target = project(path, method=turned)
+    first = project(path, method="pca", align_to=target)
+    assert project(path, method="pca", align_to=target).path == first.path
+    turn[0] = 2.0
+    target = project(path, method=turned, overwrite=True)
+    second = project(path, method="pca", align_to=target)
+    assert second.path != first.path
+    assert np.abs(second.coords - first.coords).max() > 1
+
+
+def test_where_a_row_is_placed_does_not_depend_on_the_others_after_a_pre_pca(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 30)).astype(np.float32)
+    new = rng.normal(size=(40, 30)).astype(np.float32)
+    source = project(embeddings_file(tmp_path / "a", x), method="umap", pre_pca=10)
+    whole = project(embeddings_file(tmp_path / "b", new, id="b"), transform_from=source)
+    some = project(embeddings_file(tmp_path / "c", new[3:9], id="c"), transform_from=source)
+    np.testing.assert_array_equal(whole.coords[3:9], some.coords)

@@ -637,3 +637,12 @@ def test_the_matrix_holds_the_cka_of_each_pair(monkeypatch: pytest.MonkeyPatch) 
     sampled = cka_matrix(xs)
     assert (sampled != within)[~np.eye(3, dtype=bool)].all()
     assert np.allclose(sampled, within, atol=0.2)
+
+
+@pytest.mark.parametrize("m", [2, 4, 50])
+def test_a_map_that_is_the_data_keeps_every_neighbour_in_any_number_of_dimensions(m: int) -> None:
+    x = np.random.default_rng(m).normal(size=(200, m)).astype(np.float32)
+    quality = map_quality(x, x.copy())
+    for k in (5, 15, 50):
+        assert quality.scores[f"knn_recall_{k}"] == 1.0
+    assert (quality.neighborhood == 1).all()
