@@ -921,7 +921,7 @@ def _stage_neighbors(values: dict[str, Any]) -> None:
     query = values.pop("query")
     with contextlib.ExitStack() as stack:
         asked = query
-        if query is not None and row_of(opened, query) is None:
+        if isinstance(query, str) and row_of(opened, query) is None:
             path = Path(query).expanduser()
             if path.is_file() and not is_hdf5(path):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="embedx-"))

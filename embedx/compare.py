@@ -21,7 +21,13 @@ from embedx.errors import ConfigError, DataError, StoreError, listed, nearest
 from embedx.figures import Panel, as_label, column_of, title_of
 from embedx.matrix import Matrix
 from embedx.methods import METHODS
-from embedx.scores import cka_matrix, embedding_quality, finite_rows, knn_accuracy
+from embedx.scores import (
+    cka_matrix,
+    embedding_quality,
+    finite_rows,
+    knn_accuracy,
+    n_measured,
+)
 from embedx.store import Array, Embeddings, Projection
 from embedx.tables import EMBEDDINGS_HEADS, MAP_HEADS, aligned, as_csv, figure, matrix, yardsticks
 
@@ -463,7 +469,7 @@ def _cka(opened: Sequence[Embeddings], names: Sequence[str]) -> dict[str, Any] |
                 continue
             block = cka_matrix(xs, None if i == j else ys)
             values[np.ix_(*at)], values[np.ix_(*at[::-1])] = block, block.T
-            counts[np.ix_(*at)] = counts[np.ix_(*at[::-1])] = int(usable.sum())
+            counts[np.ix_(*at)] = counts[np.ix_(*at[::-1])] = n_measured([*xs, *ys])
     has_layers = any(len(run.embeddings) > 1 for run in opened)
     return {
         "names": [f"{names[i]}:{point}" if has_layers else names[i] for i, point in points],

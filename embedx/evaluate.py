@@ -21,9 +21,9 @@ from embedx.scores import (
     cka_matrix,
     embedding_quality,
     finite_rows,
-    held_rows,
     knn_accuracy,
     map_quality,
+    n_measured,
 )
 from embedx.store import Array, Embeddings, Projection
 from embedx.tables import EMBEDDINGS_HEADS, MAP_HEADS, aligned, figure, matrix, yardsticks
@@ -175,7 +175,7 @@ def _measured(opened: Embeddings, projection: Projection, kept: Array) -> Mappin
         graph = cached_graph(
             opened.path.parent,
             key=f"{opened.attrs['id']}/{layer}/ok",
-            rows=lambda: np.asarray(rows),
+            rows=rows,
             n_neighbors=min(SCORED_K, len(kept) - 1),
             metric=metric,
             parent=str(opened.attrs["id"]),
@@ -205,9 +205,7 @@ def _cka(opened: Embeddings, ours: Array, other: Embeddings, theirs: Array) -> t
     usable = opened.ok[ours] & other.ok[theirs]
     pairs = ((opened, ours[usable]), (other, theirs[usable]))
     xs, ys = ([Matrix(rows, at) for rows in run.embeddings.values()] for run, at in pairs)
-    n = int(np.all([finite_rows(rows) for rows in (*xs, *ys)], axis=0).sum())
-    measured = min(n, held_rows(max(rows.shape[1] for rows in (*xs, *ys))))
-    return cka_matrix(xs, None if opened is other else ys), measured
+    return cka_matrix(xs, None if opened is other else ys), n_measured([*xs, *ys])
 
 
 def _between_epochs(opened: Embeddings, point: str) -> dict[str, Any] | None:
@@ -216,6 +214,7 @@ def _between_epochs(opened: Embeddings, point: str) -> dict[str, Any] | None:
     if not isinstance(epochs, np.ndarray) or samples is None:
         return None
     usable = opened.ok & finite_rows(opened.embeddings[point])
+    usable &= np.isfinite(epochs) if epochs.dtype.kind == "f" else True
     found = np.unique(epochs[usable])
     if len(found) < 2:
         return None

@@ -48,7 +48,9 @@ class Matrix:
             return rows
         # In float64, whose rounding hardly ever shows in float32: a product of other rows beside
         # these is rounded otherwise.
-        return ((rows - self._mean).astype(np.float64) @ self._axes.T).astype(np.float32)
+        along = (rows.astype(np.float64) - self._mean) @ self._axes.T
+        largest = np.finfo(np.float32).max  # a huge row stays huge, and finite
+        return np.clip(along, -largest, largest).astype(np.float32)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         values = np.empty(self.shape, np.float32)

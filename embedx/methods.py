@@ -132,8 +132,9 @@ def state_array(state: Mapping[str, Array], name: str, shape: tuple[int, ...]) -
         DataError: It is not there, or not finite numbers of this shape.
     """
     array = state.get(name)
-    if array is None or array.shape != shape or not np.isfinite(array).all():
-        what = "missing" if array is None else f"{array.shape}, or not finite"
+    is_numbers = array is not None and array.dtype.kind in "iuf" and np.isfinite(array).all()
+    if array is None or array.shape != shape or not is_numbers:
+        what = "missing" if array is None else f"{array.shape} {array.dtype}, or not finite"
         raise DataError(
             f"its state {name} is {what}, and {shape} of finite numbers is needed; make that map "
             "again"

@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from embedx import store
 from embedx.errors import StoreError, first_line
+from embedx.matrix import Matrix
 from embedx.threads import n_threads
 
 Array = npt.NDArray[Any]
@@ -465,7 +466,7 @@ def cached_graph(
     folder: Path,
     *,
     key: str,
-    rows: Array | Callable[[], Array],
+    rows: Array | Matrix,
     n_neighbors: int,
     metric: Metric = "euclidean",
     parent: str,
@@ -483,7 +484,7 @@ def cached_graph(
         folder: Where the embeddings lie.
         key: What tells these rows from all others: the id of the embeddings, the layer, which of
             the rows.
-        rows: Shape ``(n, d)``, finite, or what gives them, called only where they are needed.
+        rows: Shape ``(n, d)``, finite; of a :class:`Matrix` they are read only where needed.
         n_neighbors: k, less than n.
         metric: As for :func:`nearest_neighbors`.
         parent: The id of the embeddings: when they are replaced, the file goes.
@@ -519,15 +520,14 @@ def cached_graph(
                 damaged.setdefault(path, error)
                 continue
             n, k = graph.indices.shape
-            is_ours = _is_exact(n, exact) == is_exact and (callable(rows) or len(rows) == n)
+            is_ours = _is_exact(n, exact) == is_exact and len(rows) == n
             if is_ours and k >= min(n_neighbors, n - 1):
                 return graph.first(n_neighbors)
         return None
 
     if (graph := kept()) is not None:
         return graph
-    x = rows() if callable(rows) else rows
-    n = len(x)
+    x, n = np.asarray(rows), len(rows)
     is_exact = _is_exact(n, exact)
     path, asked = place(is_exact)
     with contextlib.ExitStack() as stack:

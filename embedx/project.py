@@ -276,7 +276,7 @@ def _graph(
     return cached_graph(
         opened.path.parent,
         key=f"{opened.attrs['id']}/{layer}/ok{which}",
-        rows=lambda: np.asarray(rows),
+        rows=rows,
         n_neighbors=min(max(k, SCORED_K), len(rows) - 1),
         metric=metric,
         parent=str(opened.attrs["id"]),
@@ -539,9 +539,11 @@ def _placed_in(
     # As it was made: PCA places rows by its own axes.
     coords = (coords - shift) @ turn.T
     fitted = Matrix(parent.rows(layer)[1], fitted_at)
+    if source.attrs["method"] != "pca" and m not in (2, 3):
+        raise DataError(f"it has {m} dimensions, and maps of its method have 2 or 3")
     if "pre_components" in state:
         d = fitted.shape[1]
-        n_axes = len(np.atleast_1d(state["pre_components"]))
+        n_axes = max(1, len(np.atleast_1d(state["pre_components"])))
         along = {
             "axes": state_array(state, "pre_components", (n_axes, d)).astype(np.float32),
             "mean": state_array(state, "pre_mean", (d,)).astype(np.float32),

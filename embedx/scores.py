@@ -678,6 +678,12 @@ def cka_matrix(
     return result
 
 
+def n_measured(embeddings: Sequence[Array | Matrix]) -> int:
+    """On how many rows :func:`cka_matrix` measures these embeddings of the same rows."""
+    n = int(np.all([finite_rows(rows) for rows in embeddings], axis=0).sum())
+    return min(n, held_rows(max(rows.shape[1] for rows in embeddings)))
+
+
 def finite_rows(x: Array | Matrix) -> Array:
     """Shape ``(n,)``: which rows hold numbers only."""
     block = max(1, _BLOCK // x.shape[1])

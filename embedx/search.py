@@ -235,7 +235,7 @@ def _examine(
     graph = cached_graph(
         opened.path.parent,
         key=f"{opened.attrs['id']}/{rows.point}/ok",
-        rows=lambda: rows.x,
+        rows=rows.x,
         n_neighbors=k,
         metric=metric,
         parent=opened.attrs["id"],

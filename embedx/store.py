@@ -1919,7 +1919,7 @@ def open_projection(path: str | os.PathLike[str]) -> Projection:
         attrs = _projection_attrs(skeleton)
         skeleton.expect("ids", (None,), "S")
         ids = _decode(skeleton.map("ids"))
-        skeleton.expect("coords", (len(ids), None), "f")
+        skeleton.expect("coords", (len(ids), None), "f", 4)
         coords = np.array(skeleton.map("coords"))
         state = {
             name.removeprefix("state/"): np.array(skeleton.map(name))
@@ -1927,7 +1927,7 @@ def open_projection(path: str | os.PathLike[str]) -> Projection:
         }
         row_scores = {}
         for name in skeleton.names("row_scores"):
-            skeleton.expect(name, (len(ids),), "f")
+            skeleton.expect(name, (len(ids),), "f", 4)
             row_scores[name.removeprefix("row_scores/")] = np.array(skeleton.map(name))
     return Projection(
         path=path, coords=coords, ids=ids, attrs=attrs, state=state, row_scores=row_scores

@@ -30,7 +30,7 @@ MAP_HEADS = {
 }
 _WIDTH = 100
 # What a spreadsheet would compute.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def aligned(cells: Sequence[Sequence[str]], *, n_texts: int = 1) -> list[str]:

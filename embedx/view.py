@@ -97,7 +97,7 @@ def view(
     for number, projection in enumerate(maps):
         path = folder / f"map-{projection.name}{suffix}.png"
         written.append(save(_draw(opened, [projection], colors, first=number), path))
-        if (ratios := projection.state.get("explained_variance_ratio")) is not None:
+        if (ratios := _ratios(projection)) is not None:
             path = folder / f"variance-{projection.name}.png"
             written.append(save(_draw_variance(projection, ratios), path))
     together = _draw(opened, maps, colors)
@@ -114,12 +114,13 @@ def _neighborhoods(maps: Sequence[Projection]) -> Colors:
     """The score of each row in each map, one map after the other."""
     for projection in maps:
         scores = projection.row_scores.get(NEIGHBORHOOD)
-        if scores is None or not np.isfinite(scores).any():
+        if scores is None or not ((scores >= 0) & (scores <= 1)).any():
             raise DataError(
                 f"{projection.path} has no score of each row; make it again, with overwrite=true, "
                 f"by the command that this prints: python -m embedx info path={projection.path}"
             )
     numbers = [projection.row_scores[NEIGHBORHOOD].astype(np.float64) for projection in maps]
+    numbers = [np.where((scores >= 0) & (scores <= 1), scores, np.nan) for scores in numbers]
     return Colors("share of near rows kept", numbers=np.concatenate(numbers))
 
 
@@ -138,12 +139,20 @@ def _draw(
         coords, axes = projection.coords, []
         if coords.shape[1] > 3:
             coords = coords[:, :2]  # a hundred components have no picture, the largest two have
-        if (ratios := projection.state.get("explained_variance_ratio")) is not None:
+        if (ratios := _ratios(projection)) is not None:
             axes = [f"PC{i} ({ratio:.1%})" for i, ratio in enumerate(ratios[:3], 1)]
         rows = slice(None) if is_one_a_row else slice(number * n, (number + 1) * n)
         shown.append(Panel(_title(projection, maps), coords, rows=rows, axes=axes))
     title = f"{about}, layer {', '.join(layers)}"
     return panels(shown, colors, across=PANELS_ACROSS, title=title, needed_for="view")
+
+
+def _ratios(projection: Projection) -> Array | None:
+    """Which share of the variance each component holds, where the file says so."""
+    ratios = projection.state.get("explained_variance_ratio")
+    if ratios is None or ratios.ndim != 1 or ratios.dtype.kind != "f":
+        return None
+    return ratios if ((ratios >= 0) & (ratios <= 1)).all() else None
 
 
 def _draw_variance(projection: Projection, ratios: Array) -> "Figure":

@@ -531,7 +531,7 @@ def test_stopping_in_the_last_batch_stops_the_sweep(
         "model=own",
         "model._target_=stopping.Net",
         "model.input_size=8",
-        "data.limit=3,4",
+        "data.limit=4,5",
         "-m",
     )
     status, _, err = embedx_here("extract", *words)

@@ -445,3 +445,18 @@ def test_missing_stale_or_absent_files_are_refused_in_one_line(tmp_path: Path) -
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "scores.json").exists()
     assert [row["name"] for row in evaluate(path)] == ["avgpool"]  # not asked for: passed over
+
+
+def test_rows_without_an_epoch_are_of_no_epoch(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(40, 6))
+    epoch = np.repeat([0.0, 1.0], 20)
+    epoch[5] = np.nan
+    path = embeddings_file(
+        tmp_path,
+        np.vstack([x[:20], x[:20] * 2]),
+        metadata={"epoch": epoch, "sample": [f"s{i % 20:02d}" for i in range(40)]},
+    )
+    (row,) = evaluate(path)
+    assert row["cka_epochs"]["epochs"] == [0.0, 1.0]
+    assert row["cka_epochs"]["rows"] == 19
+    assert row["cka_epochs"]["matrix"][0][1] == pytest.approx(1.0)

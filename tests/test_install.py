@@ -78,7 +78,14 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
     assert about["Requires-Python"] == ">=3.11"
     assert about["License-Expression"] == "Apache-2.0"
     assert about.get_all("License-File") == ["LICENSE"]
-    assert set(about.get_all("Provides-Extra") or []) == {"viz", "data", "timm", "demo", "dev"}
+    assert set(about.get_all("Provides-Extra") or []) == {
+        "viz",
+        "data",
+        "timm",
+        "sweep",
+        "demo",
+        "dev",
+    }
     classifiers = about.get_all("Classifier") or []
     assert "Typing :: Typed" in classifiers
     assert "Programming Language :: Python :: 3.11" in classifiers

@@ -340,7 +340,7 @@ def test_matrix_gives_the_rows_and_columns_that_numpy_gives(
 def test_both_backends_of_tsne_come_to_the_same_divergence() -> None:
     x, labels = digits(500)
     ours, theirs = (tsne(x, backend=backend) for backend in ("opentsne", "sklearn"))
-    assert ours.used["kl_divergence"] == pytest.approx(theirs.used["kl_divergence"], rel=0.02)
+    assert ours.used["kl_divergence"] == pytest.approx(theirs.used["kl_divergence"], rel=0.05)
     for result in (ours, theirs):
         assert share_of_own_kind(result.coords, labels) > 0.9
 

@@ -17,6 +17,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from embedx import neighbors, store
 from embedx.errors import StoreError
+from embedx.matrix import Matrix
 from embedx.neighbors import Graph, Metric, cached_graph, nearest_neighbors, nearest_rows
 
 Array = np.ndarray[Any, Any]
@@ -335,7 +336,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> _Counted:
     return _Counted(monkeypatch)
 
 
-def _cached(folder: Path, rows: Array | Callable[[], Array], k: int = 5, **options: Any) -> Graph:
+class _Unread(Matrix):
+    """Rows that are there and may not be read."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        pytest.fail("the rows were read although their neighbours are kept")
+
+
+def _cached(folder: Path, rows: Array | Matrix, k: int = 5, **options: Any) -> Graph:
     return cached_graph(folder, n_neighbors=k, **{"key": "x", "parent": "p", **options}, rows=rows)
 
 
@@ -353,13 +361,13 @@ def test_a_graph_is_computed_once_for_all_that_ask_for_no_more(
 ) -> None:
     caplog.set_level(logging.INFO, logger="embedx")
     x = _rows("grid", 150, 3)
-    assert _same(_cached(tmp_path, lambda: x, 5), x, 5)
+    assert _same(_cached(tmp_path, Matrix(x), 5), x, 5)
     (file,) = tmp_path.iterdir()
     (line,) = caplog.messages
     assert line.startswith("found the 100 nearest neighbours of each of 150 rows, euclidean, exact")
     assert line.endswith(f"kept in {file}")
     for k in (1, 15, 100):
-        assert _same(_cached(tmp_path, pytest.fail, k), x, k)
+        assert _same(_cached(tmp_path, _Unread(x), k), x, k)
     assert counted.asked == [100]
     assert _same(_cached(tmp_path, x, 120), x, 120)
     assert _same(_cached(tmp_path, x, 100), x, 100)
@@ -367,7 +375,7 @@ def test_a_graph_is_computed_once_for_all_that_ask_for_no_more(
     assert list(tmp_path.iterdir()) == [file]
     assert _same(_cached(tmp_path, x, 5, metric="cosine"), x, 5, "cosine")
     assert _same(_cached(tmp_path, x[:30], 5, key="y"), x[:30], 5)
-    assert _same(_cached(tmp_path, pytest.fail, 29, key="y"), x[:30], 29)
+    assert _same(_cached(tmp_path, _Unread(x[:30]), 29, key="y"), x[:30], 29)
     assert _same(_cached(tmp_path, x[:20], 5, key="y"), x[:20], 5)
     _cached(tmp_path, x, 5, parent="q")
     assert counted.asked == [100, 120, 100, 29, 19, 100]

@@ -999,8 +999,8 @@ def test_what_cannot_be_placed_is_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "change", "what"),
     [
-        ({}, {"mean": np.zeros(3)}, "its state mean is (3,), or not finite, and (10,)"),
-        ({}, {"mean": np.full(10, np.nan)}, "its state mean is (10,), or not finite"),
+        ({}, {"mean": np.zeros(3)}, "its state mean is (3,) float64, or not finite, and (10,)"),
+        ({}, {"mean": np.full(10, np.nan)}, "its state mean is (10,) float64, or not finite"),
         ({}, {"components": np.zeros((2, 9))}, "its state components is (2, 9)"),
         ({}, {"components": None}, "its state components is missing"),
         ({"whiten": True}, {"scale": np.zeros((2, 2))}, "its state scale is (2, 2)"),
@@ -1226,3 +1226,31 @@ def test_where_a_row_is_placed_does_not_depend_on_the_others_after_a_pre_pca(
     whole = project(embeddings_file(tmp_path / "b", new, id="b"), transform_from=source)
     some = project(embeddings_file(tmp_path / "c", new[3:9], id="c"), transform_from=source)
     np.testing.assert_array_equal(whole.coords[3:9], some.coords)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_huge_row_is_placed_after_a_pre_pca_too(tmp_path: Path, method: str) -> None:
+    x, labels = clusters(150, 40)
+    x = x.astype(np.float32)
+    x[7] = 2.5e38
+    coords = project(embeddings_file(tmp_path, x), method=method, pre_pca=5).coords
+    others = np.arange(150) != 7
+    assert np.isfinite(coords[others]).all()
+    if method != "pca":
+        assert len(np.unique(coords[others], axis=0)) > 100
+
+
+@pytest.mark.parametrize("method", NONLINEAR)
+def test_rows_are_not_placed_in_a_map_of_other_dimensions_than_its_method_makes(
+    tmp_path: Path, method: str
+) -> None:
+    x, _ = clusters(60)
+    path = embeddings_file(tmp_path / "a", x)
+    source = project(path, method=method)
+    wide = np.random.default_rng(0).normal(size=(60, 30)).astype(np.float32)
+    store.write_projection(
+        source.path, coords=wide, ids=source.ids, attrs=source.attrs, state=source.state
+    )
+    new = embeddings_file(tmp_path / "b", x + 1, id="b")
+    with pytest.raises(DataError, match="it has 30 dimensions, and maps of its method have 2 or 3"):
+        project(new, transform_from=source.path)

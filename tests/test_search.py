@@ -716,3 +716,10 @@ def test_what_was_planted_in_a_folder_of_digits_is_found(embedx_here: Here, tmp_
     assert len(found) >= 6
     assert len(set(doubted) - found) <= 6
     assert {"duplicates.png", "outliers.png", "labels.png"} <= {p.name for p in folder.iterdir()}
+
+
+def test_a_negative_row_number_is_no_row(tmp_path: Path) -> None:
+    path = embeddings_file(tmp_path, np.random.default_rng(0).normal(size=(20, 3)))
+    with pytest.raises((DataError, ConfigError)) as caught:
+        search(path, query=-1)
+    assert "-1" in str(caught.value)

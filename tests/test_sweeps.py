@@ -43,10 +43,10 @@ def home(tmp_path: Path) -> Path:
     """A folder with a run, and a method of one's own as ``--config-dir conf projection=mine``."""
     x = np.random.default_rng(0).normal(size=(60, 5))
     embeddings_file(tmp_path / "outputs" / "a", x)
-    (tmp_path / "mine.py").write_text(METHODS)
+    (tmp_path / "my_sweep.py").write_text(METHODS)
     config = tmp_path / "conf" / "projection" / "mine.yaml"
     config.parent.mkdir(parents=True)
-    config.write_text("_target_: mine.method\ndo: nothing\nstart: 0\n")
+    config.write_text("_target_: my_sweep.method\ndo: nothing\nstart: 0\n")
     return tmp_path
 
 
