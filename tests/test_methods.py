@@ -436,7 +436,10 @@ def test_equal_rows_part_from_the_others_from_every_start(initialization: Any) -
 
 
 @pytest.mark.slow
-def test_tsne_of_many_rows_goes_by_the_grid_and_parts_clusters_too() -> None:
+def test_tsne_of_many_rows_goes_by_the_grid_and_parts_clusters_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(methods, "GRID_ROWS", 5000)
     x, labels = clusters(5400)
     coords, again = (tsne(x, n_iter=50).coords for _ in range(2))
     assert share_of_own_kind(coords, labels) > 0.95
