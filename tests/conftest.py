@@ -19,6 +19,11 @@ Array = np.ndarray[Any, Any]
 ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
+# Minutes of more draws, kills and cases, for whoever changes what they are about.
+EXHAUSTIVE = pytest.mark.skipif(
+    "EMBEDX_EXHAUSTIVE" not in os.environ, reason="EMBEDX_EXHAUSTIVE=1 runs it"
+)
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:

@@ -21,7 +21,7 @@ from embedx import data, models, store
 from embedx.data import Source
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
-from tests.conftest import relative_error, sha256
+from tests.conftest import EXHAUSTIVE, relative_error, sha256
 
 
 @pytest.fixture(scope="module")
@@ -1668,7 +1668,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "workers"),
-    [(signal.SIGINT, 0), (signal.SIGTERM, 2), (signal.SIGKILL, 0), (signal.SIGKILL, 2)],
+    [
+        (signal.SIGINT, 0),
+        pytest.param(signal.SIGTERM, 2, marks=EXHAUSTIVE),
+        pytest.param(signal.SIGKILL, 0, marks=EXHAUSTIVE),
+        (signal.SIGKILL, 2),
+    ],
 )
 def test_a_run_stopped_by_a_signal_ends_with_the_same_bytes_as_one_that_was_not(
     tmp_path: Path, uninterrupted: str, number: signal.Signals, workers: int

@@ -19,6 +19,7 @@ from embedx import neighbors, store
 from embedx.errors import StoreError
 from embedx.matrix import Matrix
 from embedx.neighbors import Graph, Metric, cached_graph, nearest_neighbors, nearest_rows
+from tests.conftest import EXHAUSTIVE
 
 Array = np.ndarray[Any, Any]
 METRICS: list[Metric] = ["euclidean", "cosine"]
@@ -238,7 +239,7 @@ def test_queries_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", [METRICS[0], pytest.param(METRICS[1], marks=EXHAUSTIVE)])
 def test_approximate_neighbours_are_near_and_the_recall_that_is_printed_is_true(
     metric: Metric, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from embedx.errors import ConfigError, DataError, StoreError
 from embedx.methods import METHODS, Result, pca, tsne, umap
 from embedx.project import project
 from embedx.scores import knn_accuracy
-from tests.conftest import embeddings_file, projection_file
+from tests.conftest import EXHAUSTIVE, embeddings_file, projection_file
 
 Array = np.ndarray[Any, Any]
 NONLINEAR = ["tsne", "umap"]
@@ -859,14 +859,14 @@ def placed_elsewhere(path: Path, source: Path) -> store.Projection:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("pca", {"n_components": 8}),
         ("pca", {"n_components": 8, "whiten": True}),
-        ("tsne", {}),
         ("tsne", {"pre_pca": 20, "perplexity": [10, 50]}),
-        ("tsne", {"n_components": 3}),
-        ("umap", {}),
         ("umap", {"metric": "cosine", "landmarks": 600}),
-        ("umap", {"n_components": 3, "pre_pca": 30}),
+        pytest.param("pca", {"n_components": 8}, marks=EXHAUSTIVE),
+        pytest.param("tsne", {}, marks=EXHAUSTIVE),
+        pytest.param("tsne", {"n_components": 3}, marks=EXHAUSTIVE),
+        pytest.param("umap", {}, marks=EXHAUSTIVE),
+        pytest.param("umap", {"n_components": 3, "pre_pca": 30}, marks=EXHAUSTIVE),
     ],
 )
 def test_held_out_digits_land_in_their_class_by_another_process(

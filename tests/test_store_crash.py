@@ -34,7 +34,7 @@ import pytest
 from embedx import store
 from embedx.errors import InUseError, StoreError
 from embedx.store import DiskIO, Field, Status
-from tests.conftest import sha256
+from tests.conftest import EXHAUSTIVE, sha256
 
 N_ROWS = 60
 BATCH = 7
@@ -45,11 +45,6 @@ NAME = "embeddings.h5"
 FOLDER = Path("outputs") / "run"
 MAGIC = b"EMBXCMT1"  # of a commit record
 DONE = N_ROWS + 1  # what is reported when finish() returned
-
-# Minutes of more draws and kills, for whoever changes the store.
-EXHAUSTIVE = pytest.mark.skipif(
-    "EMBEDX_EXHAUSTIVE" not in os.environ, reason="EMBEDX_EXHAUSTIVE=1 runs it"
-)
 
 
 @functools.cache
