@@ -19,7 +19,7 @@ from PIL import Image
 from embedx import cli, store
 from embedx.configs import Configs
 from embedx.threads import n_threads
-from tests.conftest import Run, embeddings_file
+from tests.conftest import EXHAUSTIVE, Run, embeddings_file
 
 Here = Callable[..., tuple[int, list[str], list[str]]]
 METHODS = """
@@ -162,7 +162,7 @@ def test_threads_are_those_asked_for_where_there_are_so_many(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=EXHAUSTIVE)])
 def test_a_launcher_gives_what_one_process_gives(launcher: str, run: Run, home: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     sweep = (*SWEEP[:2], "projection=pca,tsne", "projection.random_state=0,1", SWEEP[3])
