@@ -13,7 +13,7 @@ from embedx.align import shared_rows
 from embedx.checks import checked
 from embedx.errors import DataError
 from embedx.matrix import Matrix
-from embedx.neighbors import Metric, cached_graph
+from embedx.neighbors import layer_graph, metric_of
 from embedx.scores import (
     RECALL_KS,
     SCORED_K,
@@ -166,20 +166,13 @@ def _map_row(opened: Embeddings, projection: Projection, kept: Array) -> dict[st
 
 def _measured(opened: Embeddings, projection: Projection, kept: Array) -> Mapping[str, Any]:
     layer = projection.attrs["layer"]
-    metric: Metric = "cosine" if projection.attrs.get("metric") == "cosine" else "euclidean"
+    metric = metric_of(projection.attrs)
     rows = Matrix(opened.embeddings[layer], kept)
     placed = np.isfinite(projection.coords[kept]).all(axis=1)
     graph = None
     if placed.all() and 2 < len(kept) <= WHOLE_ROWS:
-        # The key under which `project` keeps the neighbours of these rows.
-        graph = cached_graph(
-            opened.path.parent,
-            key=f"{opened.attrs['id']}/{layer}/ok",
-            rows=rows,
-            n_neighbors=min(SCORED_K, len(kept) - 1),
-            metric=metric,
-            parent=str(opened.attrs["id"]),
-        )
+        k = min(SCORED_K, len(kept) - 1)
+        graph = layer_graph(opened, layer, rows, n_neighbors=k, metric=metric)
     log.info("%s holds no scores: measuring them", projection.path)
     return map_quality(
         rows.among(np.flatnonzero(placed)),

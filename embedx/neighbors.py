@@ -462,6 +462,44 @@ def _recall(space: _Space, indices: Array, distances: Array, seed: int) -> tuple
 # --------------------------------------------------------------------------- the file
 
 
+def metric_of(parameters: Mapping[str, Any]) -> Metric:
+    """The metric that a map with these parameters was to keep; Euclidean where they name none."""
+    return "cosine" if parameters.get("metric") == "cosine" else "euclidean"
+
+
+def layer_graph(
+    opened: store.Embeddings,
+    layer: str,
+    rows: Array | Matrix,
+    *,
+    n_neighbors: int,
+    metric: Metric,
+    which: str = "",
+) -> Graph:
+    """The graph of the good, finite rows of a layer, kept beside the embeddings for all that ask.
+
+    Args:
+        opened: The file.
+        layer: The capture point.
+        rows: Those rows, shape ``(n, d)``, or what was made of them.
+        n_neighbors: k, less than n.
+        metric: Of the distances.
+        which: What was made of the rows, in a word; nothing where they are as the file has them.
+
+    Raises:
+        ValueError: ``n_neighbors`` is not between 1 and n - 1.
+    """
+    file_id = str(opened.attrs["id"])
+    return cached_graph(
+        opened.path.parent,
+        key=f"{file_id}/{layer}/ok{which}",
+        rows=rows,
+        n_neighbors=n_neighbors,
+        metric=metric,
+        parent=file_id,
+    )
+
+
 def cached_graph(
     folder: Path,
     *,

@@ -36,7 +36,7 @@ from embedx.methods import (
     state_array,
     why_not_placed,
 )
-from embedx.neighbors import Graph, Metric, cached_graph
+from embedx.neighbors import Graph, Metric, layer_graph, metric_of
 from embedx.scores import SCORED_K, WHOLE_ROWS, map_quality
 from embedx.store import Embeddings, Projection
 from embedx.threads import n_threads
@@ -158,7 +158,8 @@ def project(
     coords[job.at] = placed_at
     graph = made.graph if placed.all() else None
     if graph is None and placed.all() and 2 < len(rows) <= WHOLE_ROWS:
-        graph = _graph(opened, job.layer, rows, k=SCORED_K, metric=made.metric)
+        k = min(SCORED_K, len(rows) - 1)
+        graph = layer_graph(opened, job.layer, rows, n_neighbors=k, metric=made.metric)
     # Maps are compared by their scores: whatever their seeds, the sample is the same.
     quality = map_quality(
         rows.among(np.flatnonzero(placed)), placed_at[placed], metric=made.metric, graph=graph
@@ -260,29 +261,6 @@ def _usable(opened: Embeddings, layer: str | None) -> tuple[str, Array, Matrix]:
     return point, at, Matrix(matrix, None if len(at) == opened.n_rows else at)
 
 
-def _graph(
-    opened: Embeddings, layer: str, rows: Array | Matrix, *, k: int, metric: Metric, which: str = ""
-) -> Graph:
-    """The neighbours of rows of a layer, k of them at least and enough for the scores.
-
-    Args:
-        opened: The file.
-        layer: The capture point.
-        rows: Those of :func:`_usable`, or what was made of them.
-        k: How many neighbours; of fewer rows all others.
-        metric: Of the distances.
-        which: What was made of the rows.
-    """
-    return cached_graph(
-        opened.path.parent,
-        key=f"{opened.attrs['id']}/{layer}/ok{which}",
-        rows=rows,
-        n_neighbors=min(max(k, SCORED_K), len(rows) - 1),
-        metric=metric,
-        parent=str(opened.attrs["id"]),
-    )
-
-
 # --------------------------------------------------------------------------- a new map
 
 
@@ -371,7 +349,10 @@ def _fitting(
         def neighbors(k: int, metric: Metric) -> Graph:
             if n_fitted < 2:
                 raise DataError(f"{name} asks for neighbors, and there is one row; use pca")
-            graphs[metric] = _graph(opened, point, x, k=k, metric=metric, which=which)
+            k = min(max(k, SCORED_K), n_fitted - 1)  # enough for the scores too
+            graphs[metric] = layer_graph(
+                opened, point, x, n_neighbors=k, metric=metric, which=which
+            )
             return graphs[metric]
 
         start = None if target is None else _shared(target, opened, at[fitted_at])
@@ -400,17 +381,12 @@ def _fitting(
             coords = coords @ turn + shift
             state |= {"align_rotation": turn, "align_shift": shift}
             used["align_to"] = str(target.attrs["id"])
-        metric = _metric_of(values)
+        metric = metric_of(values)
         return _Made(
             coords, {**values, **used}, state, metric, None if which else graphs.get(metric)
         )
 
     return _Job(name, point, settings, at, rows, make, "" if target is None else _content(target))
-
-
-def _metric_of(parameters: Mapping[str, Any]) -> Metric:
-    """In which metric a map is compared with its rows: the one that it was asked to keep."""
-    return "cosine" if parameters.get("metric") == "cosine" else "euclidean"
 
 
 def _placed(rows: Matrix, place: Place, fitted: Fitted) -> Array:
@@ -505,7 +481,7 @@ def _placing(opened: Embeddings, source: Projection) -> _Job:
             raise DataError(f"transform_from={source.path} takes no rows: {error}") from None
         used = {key: source.attrs[key] for key in values if key in source.attrs}
         used["transform_from"] = source.attrs["id"]
-        return _Made(whole, used, {}, _metric_of(values), None)
+        return _Made(whole, used, {}, metric_of(values), None)
 
     return _Job(name, layer, settings, at, rows, make, _content(source))
 

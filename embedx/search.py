@@ -20,7 +20,7 @@ from embedx.checks import checked
 from embedx.configs import settings_sha256
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest, short
 from embedx.figures import Tile
-from embedx.neighbors import Graph, Metric, cached_graph, nearest_rows
+from embedx.neighbors import Graph, Metric, layer_graph, nearest_rows
 from embedx.store import Array, Embeddings, Status
 from embedx.tables import aligned, as_csv
 
@@ -232,14 +232,7 @@ def _examine(
         "examining %s of %s: %s rows of %s dims by their %s nearest, %s distance",
         *(rows.point, opened.path, f"{n:,}", rows.x.shape[1], k, metric),
     )
-    graph = cached_graph(
-        opened.path.parent,
-        key=f"{opened.attrs['id']}/{rows.point}/ok",
-        rows=rows.x,
-        n_neighbors=k,
-        metric=metric,
-        parent=opened.attrs["id"],
-    )
+    graph = layer_graph(opened, rows.point, rows.x, n_neighbors=k, metric=metric)
     writer.about.update(exact=graph.exact, recall=graph.recall)
     if find in ("all", "duplicates"):
         _duplicates(rows, graph, writer, threshold=threshold, suffix=suffix)
