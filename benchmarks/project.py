@@ -82,6 +82,7 @@ def timed(*command: str, **options: object) -> float:
 
 TSNE_OURS = """
 import json, sys, time, numpy as np
+import openTSNE
 from embedx.methods import tsne
 x = np.load(sys.argv[1])
 started = time.perf_counter()

@@ -17,8 +17,8 @@ import numpy as np
 
 from embedx import store
 from embedx.checks import check_arguments, checked, refuse_taken
-from embedx.errors import ConfigError, DataError, StoreError, missing_extra
-from embedx.matrix import stratified
+from embedx.errors import ConfigError, StoreError, missing_extra
+from embedx.shown import rows_to_show, sheet_of
 from embedx.store import Array, Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -100,43 +100,11 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
     except ImportError:
         raise missing_extra("tensorboard", extra="viz", needed_for="exporter=tensorboard") from None
     _check_ours(folder)
-    ok = embeddings.ok
-    placed = ok.copy()
-    for projection in projections:
-        placed &= np.isfinite(projection.coords).all(axis=1)
-    rows = np.flatnonzero(placed)
-    if len(rows) > ROWS_MOST:
-        log.info(
-            "the projector shows at most %s rows: taking a sample of %s, stratified by label",
-            f"{ROWS_MOST:,}",
-            f"{len(rows):,}",
-        )
-        labels = None if embeddings.labels is None else embeddings.labels[rows]
-        rows = rows[stratified(len(rows), ROWS_MOST, labels, seed=0)]
-    with np.errstate(over="ignore"):  # what is past the range of float32 is left out below
-        points = {
-            point: np.asarray(array[rows], dtype=np.float32)
-            for point, array in embeddings.embeddings.items()
-        }
-    finite = np.logical_and.reduce([np.isfinite(x).all(axis=1) for x in points.values()])
-    if not finite.all():
-        rows = rows[finite]
-        points = {point: x[finite] for point, x in points.items()}
-    left_out = {
-        "failed": int((~ok).sum()),
-        "could not be placed by every projection": int((ok & ~placed).sum()),
-        "hold a number that is not finite": int((~finite).sum()),
+    rows, _ = rows_to_show(embeddings, projections, most=ROWS_MOST, where="the projector", least=2)
+    points = {
+        point: np.asarray(array[rows], dtype=np.float32)
+        for point, array in embeddings.embeddings.items()
     }
-    reasons = [f"{n:,} rows {why} and are left out" for why, n in left_out.items() if n]
-    if len(rows) < 2:
-        raise DataError(
-            f"{embeddings.path} has {len(rows)} rows of {embeddings.n_rows} to show "
-            f"({'; '.join(reasons) or 'there are no more'}), and the projector shows no fewer "
-            "than 2; extract more samples"
-        )
-    for reason in reasons:
-        log.info("%s", reason)
-
     columns = _metadata(embeddings, rows)
     files: dict[str, bytes] = {"metadata.tsv": _tab_separated(columns)}
     sprite_px = 0
@@ -325,21 +293,10 @@ def _color_column(columns: dict[str, list[str]]) -> str | None:
 
 def _sprite(thumbnails: Array) -> tuple[bytes, int]:
     """The square sheet of square tiles, row by row from the top left, and the side of a tile."""
-    from PIL import Image
-
     n, height, width = thumbnails.shape[:3]
     across = math.ceil(math.sqrt(n))
     tile = min(max(height, width), SHEET_PX_MOST // across)
-    scale = tile / max(height, width)
-    size = max(1, round(width * scale)), max(1, round(height * scale))
-    left, top = (tile - size[0]) // 2, (tile - size[1]) // 2
-    sheet = Image.new("RGB", (across * tile, across * tile), "white")
-    for i in range(n):
-        picture = Image.fromarray(thumbnails[i])
-        if picture.size != size:
-            picture = picture.resize(size, Image.Resampling.BOX)
-        y, x = divmod(i, across)
-        sheet.paste(picture, (x * tile + left, y * tile + top))
+    sheet = sheet_of(thumbnails, tile=tile, across=across, down=across)
     data = io.BytesIO()
     sheet.save(data, "PNG")
     return data.getvalue(), tile

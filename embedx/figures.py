@@ -204,7 +204,7 @@ def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> l
         texts[~np.isfinite(array)] = ""
     counts = Counter(texts[ok].tolist())
     without = counts.pop("", 0)
-    names = sorted(counts, key=float if array.dtype.kind in "fiu" else _natural)
+    names = sorted(counts, key=float if array.dtype.kind in "fiu" else natural)
     shades: Sequence[str] = PALETTE
     kept = names
     if len(names) > len(PALETTE):
@@ -220,7 +220,7 @@ def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> l
     return groups
 
 
-def _natural(name: str) -> tuple[list[str | int], str]:
+def natural(name: str) -> tuple[list[str | int], str]:
     """Sorts 2 before 10, also within a name."""
     parts = re.split(r"([0-9]{1,18})", name)
     return [int(part) if i % 2 else part.casefold() for i, part in enumerate(parts)], name

@@ -20,6 +20,7 @@ from embedx.align import procrustes
 from embedx.errors import ConfigError, DataError, short
 from embedx.matrix import BLOCK_ROWS, Array, Matrix
 from embedx.neighbors import Graph, Metric, nearest_neighbors, nearest_rows
+from embedx.repulsion import repulsion
 from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
@@ -30,7 +31,6 @@ F = TypeVar("F", bound=Callable[..., "Result"])
 WIDEST = 16_384
 # Of openTSNE's placing: few neighbours, a small step, for the map itself does not move.
 PLACING_PERPLEXITY = 5.0
-GRID_ROWS = 20_000  # by how both grow; measured at 10,000
 PLACING_ITERATIONS = 250
 
 
@@ -332,7 +332,7 @@ def _place_tsne(x: Array, fitted: Fitted) -> Array:
         n_reference_samples=n,
     )
     is_large = _is_large(n)
-    method = _gradient(n, coords.shape[1])
+    method = _gradient(coords.shape[1])
     nothing = scipy.sparse.csr_matrix((n, n))
     reference = openTSNE.TSNEEmbedding(
         coords,
@@ -477,7 +477,6 @@ def tsne(
         start = openTSNE.initialization.spectral(
             affinities.P, n_components=n_components, random_state=random_state
         )
-    # The tree of Barnes-Hut holds any number of dimensions, the grid of FFT only two.
     fit = openTSNE.TSNE(
         n_components=n_components,
         early_exaggeration=early_exaggeration,
@@ -485,7 +484,7 @@ def tsne(
         exaggeration=exaggeration,
         n_iter=n_iter,
         initialization=start,
-        negative_gradient_method=_gradient(n, n_components),
+        negative_gradient_method=_gradient(n_components),
         n_jobs=shown["threads"],
         random_state=random_state,
     ).fit(affinities=affinities)
@@ -499,13 +498,42 @@ def _in_own_unit(distances: Array) -> Array:
     return np.asarray(distances / np.where(unit > 0, unit, 1))
 
 
-def _gradient(n: int, m: int) -> str:
-    """How the repulsion of n rows is summed: by a tree, or by a grid that is two-dimensional.
+def _gradient_on_grid(
+    embedding: Array,
+    P: Any,
+    dof: float = 1,
+    reference_embedding: Array | None = None,
+    should_eval_error: bool = False,
+    n_jobs: int = 1,
+    **options: Any,
+) -> tuple[float, Array]:
+    """Divergence and gradient of a flat map, as openTSNE takes them: its attraction, our repulsion.
 
-    The grid costs what its area takes to transform, however few rows there are: at 10,000 rows it
-    was slower than the tree by a quarter, and farther from the least divergence.
+    A map whose points were flung too far apart for a grid is summed by openTSNE's tree.
     """
-    return "fft" if m == 2 and n > GRID_ROWS else "bh"
+    from openTSNE import _tsne
+    from openTSNE.tsne import kl_divergence_bh
+
+    points = np.ascontiguousarray(embedding, np.float64)
+    fixed = None if reference_embedding is None else np.asarray(reference_embedding, np.float64)
+    repelled = repulsion(points, fixed=fixed, n_jobs=n_jobs)
+    given = {"should_eval_error": should_eval_error, "dof": dof}
+    if repelled is None:
+        made: tuple[float, Array] = kl_divergence_bh(
+            points, P, reference_embedding=fixed, n_jobs=n_jobs, **given, **options
+        )
+        return made
+    gradient, total = np.ascontiguousarray(-repelled[0], np.float64), repelled[1]
+    others = points if fixed is None else fixed
+    sum_p, divergence = _tsne.estimate_positive_gradient_nn(
+        P.indices, P.indptr, P.data, points, others, gradient, num_threads=n_jobs, **given
+    )
+    return divergence + (sum_p * np.log(total) if should_eval_error else 0), gradient
+
+
+def _gradient(m: int) -> str | Callable[..., Any]:
+    """How the repulsion of all rows is summed: on a grid, which is flat, or by a tree."""
+    return _gradient_on_grid if m == 2 else "bh"
 
 
 def _is_large(n: int) -> bool:

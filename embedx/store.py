@@ -518,10 +518,12 @@ def _run_bytes(file_id: str) -> bytes:
     return hashlib.sha256(file_id.encode()).digest()[:16]
 
 
+_BEGUN = [zlib.crc32(bytes((state,))) for state in range(256)]
+
+
 def _row_checksums(status: Array, parts: Sequence[Array]) -> Array:
     """CRC-32 of each row: its status byte, then its bytes in every streamed dataset, in order."""
-    begun = [zlib.crc32(bytes((state,))) for state in range(256)]
-    checksums = [begun[state] for state in status.tolist()]
+    checksums = [_BEGUN[state] for state in status.tolist()]
     for part in parts:
         data = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         row_bytes = len(data) // max(1, len(part))
@@ -885,6 +887,7 @@ class Writer:
 
 
 PICTURE_MARK = b"Software\0embedx"
+REPORT_MARK = b'<meta name="generator" content="embedx'
 EXPORT_CONFIG = "projector_config.pbtxt"
 EXPORT_MARK = "# Written by embedx; the next export to this folder replaces all of it.\n"
 
@@ -922,10 +925,11 @@ def remove_derived(folder: Path, file_id: str) -> None:
     pictures = [
         path for kind in ("map-", "maps", "variance-") for path in folder.glob(f"{kind}*.png")
     ]
-    for picture in pictures:
-        with contextlib.suppress(OSError), picture.open("rb") as opened:
-            if PICTURE_MARK in opened.read(4096):
-                picture.unlink()
+    marked = [(picture, PICTURE_MARK) for picture in pictures]
+    for path, mark in [*marked, (folder / "report.html", REPORT_MARK)]:
+        with contextlib.suppress(OSError), path.open("rb") as opened:
+            if mark in opened.read(4096):
+                path.unlink()
     for findings in sorted((folder / "neighbors").glob("*.json")):
         if findings_parent(findings) == file_id:
             for suffix in (".csv", ".png", ".json"):

@@ -29,6 +29,7 @@ from embedx.figures import (
     save,
     title_of,
 )
+from embedx.report import write_report
 from embedx.store import Array, Embeddings, Projection
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ NEIGHBORHOOD = "neighborhood"
 def view(
     embeddings: str | os.PathLike[str] | Embeddings,
     *,
-    viewer: Literal["map", "tensorboard"] = "map",
+    viewer: Literal["map", "report", "tensorboard"] = "map",
     projections: Sequence[str] | None = None,
     color: str = "label",
     out: str | os.PathLike[str] | None = None,
@@ -56,7 +57,8 @@ def view(
     Args:
         embeddings: The file, its folder, or the opened file.
         viewer: ``map`` draws ``map-<projection>.png`` for each projection and ``maps.png`` with
-            all of them; ``tensorboard`` serves the exported projector on 127.0.0.1 until Ctrl-C.
+            all of them; ``report`` writes ``report.html``, one page that holds all it needs;
+            ``tensorboard`` serves the exported projector on 127.0.0.1 until Ctrl-C.
         projections: Names or paths of projections; all of them where not given.
         color: Column to colour by: ``label``, a metadata column, ``predicted`` where outputs were
             saved, ``neighborhood`` for each point's own score (the share of its nearest rows that
@@ -68,7 +70,7 @@ def view(
         port: For TensorBoard.
 
     Returns:
-        The figure with all projections, which a notebook shows; None after serving.
+        The figure with all projections, which a notebook shows; None after another viewer.
 
     Raises:
         ConfigError: No such column, or the port is in use.
@@ -86,11 +88,17 @@ def view(
             f"{opened.path} has no projection yet; make one with: python -m embedx project "
             f"embeddings={opened.path}"
         )
+    folder = Path(out) if out else opened.path.parent
+    if viewer == "report":
+        path = write_report(opened, maps, color=color, path=folder / "report.html")
+        log.info("wrote %s: %.1f MB", path, path.stat().st_size / 1e6)
+        if open:
+            webbrowser.open(path.resolve().as_uri())
+        return None
     if color == NEIGHBORHOOD and color not in opened.metadata:
         colors = _neighborhoods(maps)
     else:
         colors = colors_of(column_of(opened, color), opened.ok, name=color)
-    folder = Path(out) if out else opened.path.parent
     # A picture in other colours is another picture.
     suffix = "" if color == "label" else f"-{re.sub(r'[^A-Za-z0-9_.]', '_', color)}"
     written = []

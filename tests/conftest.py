@@ -3,9 +3,10 @@
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,50 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 EXHAUSTIVE = pytest.mark.skipif(
     "EMBEDX_EXHAUSTIVE" not in os.environ, reason="EMBEDX_EXHAUSTIVE=1 runs it"
 )
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMEDRIVER = shutil.which("chromedriver")
+BROWSER_WAIT_S = 60
+BROWSER_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--use-angle=swiftshader",
+    "--enable-unsafe-swiftshader",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--force-device-scale-factor=1",
+    "--window-size=1500,950",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # no page needs a network
+)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser without a screen, driven by Selenium."""
+    if not CHROMIUM:
+        pytest.skip("no chromium is installed")
+    if not CHROMEDRIVER:
+        pytest.skip("no chromedriver is installed")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
+    try:
+        driver.set_page_load_timeout(BROWSER_WAIT_S)
+        driver.set_script_timeout(BROWSER_WAIT_S)
+        yield driver
+    finally:
+        driver.quit()
 
 
 @pytest.fixture

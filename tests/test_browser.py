@@ -5,7 +5,6 @@ Screenshots of every view stay in the temporary folder of the test run.
 
 import dataclasses
 import io
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,35 +20,13 @@ import pytest
 from PIL import Image
 
 from embedx.export import export
+from tests.conftest import BROWSER_WAIT_S as WAIT_S
 from tests.conftest import embeddings_file, projection_file
 
 Array = np.ndarray[Any, Any]
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.browser
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="no chromium is installed"),
-    pytest.mark.skipif(not DRIVER, reason="no chromedriver is installed"),
-]
-
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--use-angle=swiftshader",
-    "--enable-unsafe-swiftshader",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--force-device-scale-factor=1",
-    "--window-size=1500,950",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # the page needs no network
-)
-WAIT_S = 60
 COLORS = np.array(
     [
         (214, 39, 40),
@@ -255,25 +232,6 @@ def addresses(
         for server in servers:
             server.kill()
             server.wait()
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
-        driver.set_page_load_timeout(WAIT_S)
-        driver.set_script_timeout(WAIT_S)
-        yield driver
-    finally:
-        driver.quit()
 
 
 # Everything of the page lies below this element's shadow root.

@@ -1,0 +1,706 @@
+// The report's own code. Text from data reaches the page as textContent alone, never as markup.
+'use strict';
+(async () => {
+  const { Deck, LineLayer, OrbitView, OrthographicView, ScatterplotLayer, TextLayer } = globalThis.deck;
+  const at = (id) => document.getElementById(id);
+  const make = (tag, text, attributes = {}) => {
+    const made = document.createElement(tag);
+    if (text !== undefined && text !== null) made.textContent = text;
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    return made;
+  };
+  const trouble = (text) => { at('trouble').textContent = text; at('trouble').hidden = false; };
+
+  // ------------------------------------------------------------------ what the file holds
+
+  const bytesOf = (base64) => Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
+  async function unpacked(base64) {
+    const stream = new Blob([bytesOf(base64)]).stream().pipeThrough(new DecompressionStream('gzip'));
+    return JSON.parse(await new Response(stream).text());
+  }
+  let data;
+  try {
+    data = await unpacked(at('data').textContent);
+  } catch (error) {
+    trouble(`This page is damaged or this browser is too old to read it (${error}).`);
+    return;
+  }
+  at('data').remove();
+  const floats = (text) => new Float32Array(bytesOf(text).buffer);
+  const integers = (text) => new Int32Array(bytesOf(text).buffer);
+  const n = data.ids.length;
+  for (const column of data.columns) {
+    if (column.codes) column.codes = integers(column.codes);
+  }
+  for (const map of data.maps) {
+    map.coords = floats(map.coords);
+    frame(map);
+    map.scores = new Map(map.scores);
+    if (map.kept) {
+      map.column = { name: 'neighborhood', title: 'near rows kept', kind: 'number',
+        values: Array.from(floats(map.kept), (v) => (Number.isFinite(v) ? v : null)) };
+    }
+  }
+  for (const graph of data.graphs) {
+    graph.indices = integers(graph.indices);
+    graph.distances = floats(graph.distances);
+  }
+
+  // Every map is shown in the same frame, its middle at 0 and its reach 100.
+  function frame(map) {
+    const low = new Array(map.dims).fill(Infinity);
+    const high = new Array(map.dims).fill(-Infinity);
+    map.coords.forEach((value, i) => {
+      const axis = i % map.dims;
+      low[axis] = Math.min(low[axis], value);
+      high[axis] = Math.max(high[axis], value);
+    });
+    map.middle = low.map((value, axis) => (value + high[axis]) / 2);
+    const half = low.map((value, axis) => (high[axis] - value) / 2);
+    map.reach = Math.max(...half) || 1;
+    map.half = half.map((value) => (value / map.reach) * 100);
+  }
+  const place = (map, i, target = [0, 0, 0]) => {
+    for (let axis = 0; axis < 3; axis += 1) {
+      target[axis] = axis < map.dims
+        ? ((map.coords[i * map.dims + axis] - map.middle[axis]) / map.reach) * 100 : 0;
+    }
+    return target;
+  };
+
+  function textOf(column, i) {
+    if (column.kind === 'class') return column.values[column.codes[i]] ?? '';
+    const value = column.values[i];
+    return value === null || value === undefined ? '' : String(value);
+  }
+  const shortNumber = (value) => String(Number(value.toPrecision(4)));
+
+  // ------------------------------------------------------------------ state
+
+  const state = {
+    map: data.maps[data.first],
+    color: data.color,
+    hidden: new Set(),
+    chosen: -1,
+    hover: -1,
+    selected: new Set(),
+    found: null, // a Set while something is searched for
+    lasso: false,
+    named: true,
+  };
+  const shades = new Uint8ClampedArray(n * 4);
+  let shown = new Uint8Array(n).fill(1);
+  let version = 0;
+
+  const columnsToColor = () => [
+    ...data.columns.filter((c) => c.kind !== 'text'),
+    ...(state.map.column ? [state.map.column] : []),
+  ];
+  const columnOf = (name) => columnsToColor().find((c) => c.name === name) ?? null;
+  const rgb = (hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
+  const palette = data.palette.map(rgb);
+  const others = () => rgb(document.documentElement.classList.contains('dark') ? '#555b61' : data.other);
+  const ramp = data.ramp.map(rgb);
+
+  // Classes by number of samples; those past the palette share grey, as in the pictures.
+  function classes(column) {
+    if (column.classes) return column.classes;
+    const counts = new Array(column.values.length).fill(0);
+    let without = 0;
+    for (const code of column.codes) {
+      if (code >= 0) counts[code] += 1;
+      else without += 1;
+    }
+    const order = counts.map((_, code) => code).filter((code) => counts[code] > 0);
+    const common = [...order].sort((a, b) => counts[b] - counts[a] || a - b);
+    const few = order.length <= palette.length;
+    const usable = few ? palette : palette.filter((_, i) => !data.greys.includes(i));
+    const colored = new Set(common.slice(0, usable.length));
+    const shade = new Map();
+    order.filter((code) => colored.has(code)).forEach((code, i) => shade.set(code, usable[i]));
+    counts[-1] = without; // of those without a value, the last in the legend
+    column.classes = { counts, shade, order: [...(few ? order : common), ...(without ? [-1] : [])] };
+    return column.classes;
+  }
+
+  function paint() {
+    const column = columnOf(state.color);
+    const grey = others();
+    const focus = state.found ?? (state.selected.size ? state.selected : null);
+    let low = 0;
+    let high = 1;
+    if (column && column.kind === 'number') [low, high] = range(column);
+    for (let i = 0; i < n; i += 1) {
+      let shade = palette[0];
+      shown[i] = 1;
+      if (column && column.kind === 'class') {
+        const code = column.codes[i];
+        shade = classes(column).shade.get(code) ?? grey;
+        if (state.hidden.has(code)) shown[i] = 0;
+      } else if (column) {
+        const value = column.values[i];
+        shade = value === null ? grey
+          : ramp[Math.round(((value - low) / (high - low || 1)) * (ramp.length - 1))];
+      }
+      shades.set(shade, i * 4);
+      shades[i * 4 + 3] = !shown[i] ? 0 : focus && !focus.has(i) ? 40 : n > 20000 ? 170 : 220;
+    }
+    version += 1;
+    draw();
+  }
+  function range(column) {
+    if (!column.range) {
+      const values = column.values.filter((v) => v !== null);
+      column.range = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
+    }
+    return column.range;
+  }
+
+  // ------------------------------------------------------------------ the map
+
+  const calm = matchMedia('(prefers-reduced-motion: reduce)');
+  const flat = new OrthographicView({ id: 'map', flipY: false, controller: { keyboard: false } });
+  const solid = new OrbitView({ id: 'map', orbitAxis: 'Y', controller: { keyboard: false } });
+  const stage = at('map');
+  const size = () => [stage.clientWidth || 300, stage.clientHeight || 300];
+  const fitted = () => {
+    const [width, height] = size();
+    const [x, y] = state.map.dims === 3 ? [125, 125] : state.map.half;
+    const scale = Math.min((width - 40) / (2 * Math.max(x, 1)), (height - 40) / (2 * Math.max(y, 1)));
+    return {
+      target: [0, 0, 0], rotationX: 20, rotationOrbit: 30, minZoom: -4, maxZoom: 14,
+      zoom: Math.log2(Math.max(scale, 0.1)),
+    };
+  };
+  let eye = fitted();
+  let whole = true; // all is shown, and shall be when the window changes
+  let deck = null;
+  const radius = () => Math.min(6, Math.max(1.6, 160 / Math.sqrt(n))) * 2 ** (Math.max(0, eye.zoom - fitted().zoom) / 4);
+
+  function layers() {
+    const map = state.map;
+    const points = (chosen, id, props) => new ScatterplotLayer({
+      id, data: chosen, radiusUnits: 'pixels', getPosition: (i) => place(map, i), ...props,
+      updateTriggers: { getPosition: map.name },
+    });
+    const made = [new ScatterplotLayer({
+      id: 'points',
+      data: { length: n },
+      pickable: true,
+      radiusUnits: 'pixels',
+      getPosition: (_, { index, target }) => place(map, index, target),
+      getFillColor: (_, { index }) => shades.subarray(index * 4, index * 4 + 4),
+      getRadius: (_, { index }) => (shown[index] ? 1 : 0),
+      radiusScale: radius(),
+      transitions: { getPosition: calm.matches || n > 60000 ? 0 : 700 },
+      updateTriggers: { getPosition: map.name, getFillColor: version, getRadius: version },
+    })];
+    const isDark = document.documentElement.classList.contains('dark');
+    const ink = isDark ? [255, 255, 255] : [20, 20, 20];
+    if (map.dims === 2 && state.named) {
+      made.push(new TextLayer({
+        id: 'names', data: names(), getPosition: ({ index }) => place(map, index), getText: ({ text }) => text,
+        getSize: 14, fontWeight: 700, fontFamily: 'system-ui, sans-serif', characterSet: 'auto',
+        getColor: ink, outlineWidth: 4, outlineColor: isDark ? [16, 18, 20, 255] : [255, 255, 255, 255],
+        fontSettings: { sdf: true, radius: 10 },
+        updateTriggers: { getPosition: [map.name, version], getText: version, getColor: isDark },
+      }));
+    }
+    if (state.chosen >= 0) {
+      const near = neighbors(state.chosen).map(({ index }) => index);
+      made.push(new LineLayer({
+        id: 'lines', data: near, getColor: [...ink, 110], getWidth: 1,
+        getSourcePosition: () => place(map, state.chosen), getTargetPosition: (i) => place(map, i),
+        updateTriggers: { getSourcePosition: [map.name, state.chosen], getTargetPosition: map.name },
+      }));
+      made.push(points(near, 'near', { filled: false, stroked: true, getLineColor: ink, lineWidthUnits: 'pixels', getLineWidth: 1.2, getRadius: radius() + 2.5, updateTriggers: { getPosition: map.name, getRadius: eye.zoom } }));
+      made.push(points([state.chosen], 'chosen', { filled: false, stroked: true, getLineColor: [220, 30, 30], lineWidthUnits: 'pixels', getLineWidth: 2.5, getRadius: radius() + 4.5, updateTriggers: { getPosition: [map.name, state.chosen], getRadius: eye.zoom } }));
+    }
+    if (state.hover >= 0) {
+      made.push(points([state.hover], 'hover', { filled: false, stroked: true, getLineColor: ink, lineWidthUnits: 'pixels', getLineWidth: 1.8, getRadius: radius() + 2.5, updateTriggers: { getPosition: [map.name, state.hover], getRadius: eye.zoom } }));
+    }
+    return made;
+  }
+  function draw() {
+    if (deck) deck.setProps({ layers: layers(), views: [state.map.dims === 3 ? solid : flat], viewState: eye });
+  }
+  function look(next) {
+    eye = { ...eye, ...next };
+    whole = false;
+    draw();
+  }
+  function fit() {
+    eye = fitted();
+    whole = true;
+    draw();
+  }
+  // Each class by name at its most central sample, where the classes are few enough to read.
+  const NAMED_MOST = 24;
+  function names() {
+    const column = columnOf(state.color);
+    if (!column || column.kind !== 'class') return [];
+    const { order, counts, shade } = classes(column);
+    const members = new Map();
+    for (let i = 0; i < n; i += 1) {
+      const code = column.codes[i];
+      if (!shown[i] || !shade.has(code)) continue;
+      if (!members.has(code)) members.set(code, []);
+      members.get(code).push(i);
+    }
+    if (members.size > NAMED_MOST) return [];
+    const map = state.map;
+    return order.filter((code) => members.has(code) && counts[code] >= 5).map((code) => {
+      const own = members.get(code);
+      const step = Math.ceil(own.length / 150);
+      const some = own.filter((_, k) => k % step === 0).map((i) => [i, ...place(map, i)]);
+      let best = -1;
+      let least = Infinity;
+      for (const [index, x, y] of some) {
+        // The least sum of distances, not of squares: between two clusters there is no sample.
+        const far = some.reduce((sum, [, x2, y2]) => sum + Math.hypot(x - x2, y - y2), 0);
+        if (far < least) [best, least] = [index, far];
+      }
+      const text = column.values[code];
+      return { index: best, text: text.length > 24 ? `${text.slice(0, 23)}\u2026` : text };
+    });
+  }
+  const zoom = (by) => look({ zoom: Math.min(14, Math.max(-4, eye.zoom + by)) });
+
+  function start() {
+    try {
+      deck = new Deck({
+        parent: stage,
+        views: [state.map.dims === 3 ? solid : flat],
+        viewState: eye,
+        layers: [],
+        pickingRadius: 5,
+        onViewStateChange: ({ viewState }) => look(viewState),
+        onHover: ({ index, x, y }) => hover(index, x, y),
+        onClick: ({ index }) => choose(index),
+        onError: (error) => trouble(`The map cannot be drawn (${error.message}). The tables below still work.`),
+        getCursor: ({ isDragging, isHovering }) => (isDragging ? 'grabbing' : isHovering ? 'pointer' : 'grab'),
+      });
+    } catch (error) {
+      trouble(`The map cannot be drawn (${error.message}). The tables below still work.`);
+    }
+  }
+  const screen = (i) => deck.getViewports()[0].project(place(state.map, i));
+
+  function hover(index, x, y) {
+    const tip = at('tip');
+    const i = index >= 0 && shown[index] ? index : -1;
+    if (i !== state.hover) {
+      state.hover = i;
+      draw();
+      if (i >= 0) tip.replaceChildren(...about(i, 96, 6));
+    }
+    tip.hidden = i < 0;
+    if (i < 0) return;
+    const [width, height] = size();
+    tip.style.left = `${Math.max(4, Math.min(x + 14, width - tip.offsetWidth - 6))}px`;
+    tip.style.top = `${y + 18 + tip.offsetHeight > height ? Math.max(4, y - tip.offsetHeight - 12) : y + 18}px`;
+  }
+
+  // ------------------------------------------------------------------ samples
+
+  const sheets = new Map(); // number of a sheet -> address of its bytes
+  function picture(i, px) {
+    if (!data.thumbnails) return null;
+    const { tile, across, rows } = data.thumbnails;
+    const number = Math.floor(i / (across * across));
+    if (!sheets.has(number)) {
+      const blob = new Blob([bytesOf(at(`sheet-${number}`).textContent)], { type: 'image/webp' });
+      sheets.set(number, URL.createObjectURL(blob));
+    }
+    const k = i % (across * across);
+    const made = make('div', null, { class: 'picture', role: 'img', 'aria-label': `picture of ${data.ids[i]}` });
+    const scale = px / tile;
+    made.style.width = made.style.height = `${px}px`;
+    made.style.backgroundImage = `url(${sheets.get(number)})`;
+    made.style.backgroundSize = `${across * px}px ${rows[number] * px}px`;
+    made.style.backgroundPosition = `${-(k % across) * px}px ${-Math.floor(k / across) * px}px`;
+    if (scale >= 2) made.style.imageRendering = 'pixelated';
+    return made;
+  }
+  function about(i, px, most) {
+    const made = [];
+    const image = picture(i, px);
+    if (image) made.push(image);
+    made.push(make('strong', data.ids[i]));
+    const list = make('dl');
+    const columns = [...data.columns, ...(state.map.column ? [state.map.column] : [])];
+    for (const column of columns.slice(0, most)) {
+      const text = textOf(column, i);
+      if (text !== '') list.append(make('dt', column.title ?? column.name), make('dd', column.kind === 'number' && column.title ? shortNumber(Number(text)) : text));
+    }
+    made.push(list);
+    return made;
+  }
+  function neighbors(i) {
+    const graph = data.graphs[state.map.graph];
+    if (!graph) return [];
+    const made = [];
+    for (let j = i * graph.k; j < (i + 1) * graph.k; j += 1) {
+      made.push({ index: graph.indices[j], distance: graph.distances[j] });
+    }
+    return made;
+  }
+  function choose(index) {
+    state.chosen = index >= 0 ? index : -1;
+    const near = at('near');
+    near.replaceChildren();
+    at('near-title').hidden = at('near-what').hidden = index < 0 || state.map.graph === null;
+    if (index < 0) {
+      at('chosen').replaceChildren(make('p', 'Choose a point to see it here, with its nearest neighbours among the embeddings.', { class: 'hint' }));
+    } else {
+      at('chosen').replaceChildren(...about(index, 160, 60));
+      if (state.map.graph !== null) {
+        at('near-what').textContent = data.graphs[state.map.graph].title;
+        for (const { index: other, distance } of neighbors(index)) {
+          const item = make('li');
+          const button = sampleButton(other);
+          button.append(make('span', shortNumber(distance), { class: 'count' }));
+          item.append(button);
+          near.append(item);
+        }
+      }
+      const label = columnOf('label');
+      say(`Chosen: ${data.ids[index]}${label ? `, ${textOf(label, index)}` : ''}`);
+    }
+    draw();
+  }
+  function sampleButton(i) {
+    const button = make('button', null, { type: 'button' });
+    const image = picture(i, 32);
+    if (image) button.append(image);
+    const label = data.columns.find((c) => c.name === 'label');
+    button.append(make('span', label ? `${textOf(label, i)} · ${data.ids[i]}` : data.ids[i], { class: 'name', title: data.ids[i] }));
+    button.addEventListener('click', () => choose(i));
+    return button;
+  }
+  const say = (text) => { at('say').textContent = text; };
+
+  // ------------------------------------------------------------------ controls
+
+  function listMaps() {
+    at('maps').replaceChildren(...data.maps.map((map) => {
+      const label = make('label');
+      const radio = make('input', null, { type: 'radio', name: 'map', value: map.name });
+      radio.checked = map === state.map;
+      radio.addEventListener('change', () => {
+        const turned = map.dims === 3 !== (state.map.dims === 3);
+        state.map = map;
+        if (turned || whole) fit();
+        listColors();
+        listLegend();
+        paint();
+        choose(state.chosen);
+        say(`Map: ${map.title}`);
+      });
+      label.append(radio, ` ${map.title}`);
+      return label;
+    }));
+  }
+  function listColors() {
+    const options = [...columnsToColor().map((c) => [c.name, c.title ?? c.name]), ['', 'nothing']];
+    if (!options.some(([name]) => name === state.color)) state.color = '';
+    at('color').replaceChildren(...options.map(([name, title]) => make('option', title, { value: name })));
+    at('color').value = state.color;
+  }
+  function listLegend() {
+    const column = columnOf(state.color);
+    const legend = at('legend');
+    legend.replaceChildren();
+    at('legend-title').textContent = column ? (column.title ?? column.name) : 'One colour';
+    at('show-all').hidden = state.hidden.size === 0;
+    if (column && column.kind === 'number') {
+      const canvas = make('canvas', null, { id: 'ramp', width: ramp.length, height: 1, role: 'img', 'aria-label': 'scale of colours' });
+      const context = canvas.getContext('2d');
+      ramp.forEach((shade, i) => { context.fillStyle = `rgb(${shade})`; context.fillRect(i, 0, 1, 1); });
+      const ends = make('p', null, { class: 'row' });
+      ends.append(...range(column).map((value) => make('span', Number.isFinite(value) ? shortNumber(value) : '', { class: 'count' })));
+      legend.append(canvas, ends);
+    } else if (column) {
+      const { counts, shade, order } = classes(column);
+      for (const code of order) {
+        const button = make('button', null, { type: 'button', 'aria-pressed': String(!state.hidden.has(code)), title: 'Click to hide or show, double click to show alone' });
+        const swatch = make('span', null, { class: 'swatch' });
+        swatch.style.background = `rgb(${shade.get(code) ?? others()})`;
+        button.append(swatch, make('span', column.values[code] ?? '(none)', { class: 'name' }), make('span', counts[code].toLocaleString('en'), { class: 'count' }));
+        button.addEventListener('click', () => {
+          if (!state.hidden.delete(code)) state.hidden.add(code);
+          button.setAttribute('aria-pressed', String(!state.hidden.has(code)));
+          at('show-all').hidden = state.hidden.size === 0;
+          paint();
+        });
+        button.addEventListener('dblclick', () => {
+          state.hidden = new Set(order.filter((other) => other !== code));
+          listLegend();
+          paint();
+        });
+        legend.append(button);
+      }
+    }
+  }
+  at('color').addEventListener('change', () => {
+    state.color = at('color').value;
+    state.hidden.clear();
+    listLegend();
+    paint();
+  });
+  at('show-all').addEventListener('click', () => {
+    state.hidden.clear();
+    listLegend();
+    paint();
+  });
+
+  let haystack = null;
+  function search() {
+    const wanted = at('search').value.trim().toLowerCase();
+    haystack ??= data.ids.map((id, i) => [id, ...data.columns.map((c) => textOf(c, i))].join('\n').toLowerCase());
+    state.found = wanted ? new Set(haystack.flatMap((text, i) => (text.includes(wanted) ? [i] : []))) : null;
+    const found = state.found ?? new Set();
+    at('found').textContent = wanted ? `${found.size.toLocaleString('en')} found` : '';
+    at('select-found').hidden = found.size === 0;
+    const items = [...found].slice(0, 50).map((i) => {
+      const item = make('li');
+      item.append(sampleButton(i));
+      return item;
+    });
+    at('matches').replaceChildren(...items);
+    paint();
+  }
+  let typing = 0;
+  at('search').addEventListener('input', () => { clearTimeout(typing); typing = setTimeout(search, n > 5000 ? 150 : 0); });
+  at('search').addEventListener('keydown', (event) => {
+    if (event.key !== 'Enter') return;
+    clearTimeout(typing);
+    search();
+    if (state.found && state.found.size) choose(state.found.values().next().value);
+  });
+  at('select-found').addEventListener('click', () => {
+    const found = state.found;
+    at('search').value = '';
+    search();
+    select(found);
+  });
+
+  // ------------------------------------------------------------------ selection
+
+  const ROWS_SHOWN = 200;
+  function select(rows) {
+    state.selected = new Set([...rows].sort((a, b) => a - b));
+    const count = state.selected.size;
+    at('counted').textContent = count
+      ? `${count.toLocaleString('en')} of ${n.toLocaleString('en')} selected${count > ROWS_SHOWN ? `, the first ${ROWS_SHOWN} are listed` : ''}`
+      : 'Nothing is selected: draw a lasso, or search.';
+    for (const button of document.querySelectorAll('.of-selection')) button.disabled = count === 0;
+    const table = at('table');
+    table.hidden = count === 0;
+    const head = make('tr');
+    head.append(...(data.thumbnails ? [make('th', 'picture', { scope: 'col' })] : []), ...['id', ...data.columns.map((c) => c.name)].map((name) => make('th', name, { scope: 'col' })));
+    table.tHead.replaceChildren(head);
+    const rowsShown = [...state.selected].slice(0, ROWS_SHOWN).map((i) => {
+      const row = make('tr');
+      if (data.thumbnails) {
+        const cell = make('td');
+        cell.append(picture(i, 32));
+        row.append(cell);
+      }
+      const cell = make('td');
+      const button = make('button', data.ids[i], { type: 'button' });
+      button.addEventListener('click', () => { choose(i); at('map').focus(); });
+      cell.append(button);
+      row.append(cell, ...data.columns.map((c) => make('td', textOf(c, i), c.kind === 'number' ? { class: 'number' } : {})));
+      return row;
+    });
+    table.tBodies[0].replaceChildren(...rowsShown);
+    paint();
+  }
+  const cells = () => [['id', ...data.columns.map((c) => c.name)], ...[...state.selected].map((i) => [data.ids[i], ...data.columns.map((c) => (c.kind === 'number' ? c.values[i] ?? '' : textOf(c, i)))])];
+  // No text is a formula to a spreadsheet; quotes as in RFC 4180.
+  const csvCell = (value) => {
+    if (typeof value === 'number') return String(value);
+    const inert = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
+    return /[",\r\n]/.test(inert) ? `"${inert.replaceAll('"', '""')}"` : inert;
+  };
+  const csv = () => cells().map((row) => row.map(csvCell).join(',')).join('\r\n') + '\r\n';
+  async function copy(text, what) {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const area = make('textarea', text);
+      document.body.append(area);
+      area.select();
+      document.execCommand('copy');
+      area.remove();
+    }
+    say(`${what} copied`);
+    at('counted').textContent = `${what} copied`;
+  }
+  at('copy-ids').addEventListener('click', () => copy([...state.selected].map((i) => data.ids[i]).join('\n'), 'Ids'));
+  at('copy-table').addEventListener('click', () => copy(cells().map((row) => row.map((v) => (typeof v === 'number' ? String(v) : (/^[=+\-@]/.test(v) ? `'${v}` : v).replace(/[\t\r\n]+/g, ' '))).join('\t')).join('\n'), 'Table'));
+  at('csv').addEventListener('click', () => {
+    const link = make('a', null, { download: 'selection.csv' });
+    link.href = URL.createObjectURL(new Blob([csv()], { type: 'text/csv' }));
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  });
+  at('clear').addEventListener('click', () => select([]));
+
+  // ------------------------------------------------------------------ lasso
+
+  const sheet = at('lasso');
+  const polygon = sheet.querySelector('polygon');
+  let path = null;
+  function lassoOn(on) {
+    state.lasso = on;
+    sheet.classList.toggle('on', on);
+    at('tool-lasso').setAttribute('aria-pressed', String(on));
+  }
+  at('tool-lasso').addEventListener('click', () => lassoOn(!state.lasso));
+  const spot = (event) => {
+    const box = sheet.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  };
+  sheet.addEventListener('pointerdown', (event) => {
+    event.preventDefault();
+    sheet.setPointerCapture(event.pointerId);
+    path = [spot(event)];
+  });
+  sheet.addEventListener('pointermove', (event) => {
+    if (!path) return;
+    path.push(spot(event));
+    polygon.setAttribute('points', path.join(' '));
+  });
+  const finish = (event) => {
+    if (!path) return;
+    const drawn = path;
+    path = null;
+    polygon.setAttribute('points', '');
+    lassoOn(false);
+    if (event.type === 'pointerup' && drawn.length > 2) {
+      const inside = within(drawn);
+      select(event.shiftKey ? [...state.selected, ...inside] : inside);
+    }
+  };
+  sheet.addEventListener('pointerup', finish);
+  sheet.addEventListener('pointercancel', finish);
+  function within(shape) {
+    const viewport = deck.getViewports()[0];
+    const target = [0, 0, 0];
+    const found = [];
+    for (let i = 0; i < n; i += 1) {
+      if (!shown[i]) continue;
+      const [x, y] = viewport.project(place(state.map, i, target));
+      let odd = false;
+      for (let a = 0, b = shape.length - 1; a < shape.length; b = a, a += 1) {
+        const [x1, y1] = shape[a];
+        const [x2, y2] = shape[b];
+        if (y1 > y !== y2 > y && x < ((x2 - x1) * (y - y1)) / (y2 - y1) + x1) odd = !odd;
+      }
+      if (odd) found.push(i);
+    }
+    return found;
+  }
+
+  // ------------------------------------------------------------------ keys and buttons
+
+  at('names').addEventListener('click', () => {
+    state.named = !state.named;
+    at('names').setAttribute('aria-pressed', String(state.named));
+    draw();
+  });
+  at('zoom-in').addEventListener('click', () => zoom(0.7));
+  at('zoom-out').addEventListener('click', () => zoom(-0.7));
+  at('fit').addEventListener('click', fit);
+  stage.addEventListener('keydown', (event) => {
+    const step = 40 / 2 ** eye.zoom;
+    const [x, y, z] = eye.target;
+    const ways = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] };
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key in ways) {
+      const [dx, dy] = ways[event.key];
+      if (state.map.dims === 3) look({ rotationOrbit: eye.rotationOrbit + dx * 8, rotationX: eye.rotationX + dy * 8 });
+      else look({ target: [x + dx * step, y + dy * step, z] });
+    } else if (event.key === '+' || event.key === '=') zoom(0.5);
+    else if (event.key === '-') zoom(-0.5);
+    else if (event.key === '0') fit();
+    else if (event.key.toLowerCase() === 'l') lassoOn(!state.lasso);
+    else if (event.key === 'Enter') step_to_nearest();
+    else if (event.key === 'Escape') {
+      if (state.lasso) lassoOn(false);
+      else if (state.chosen >= 0) choose(-1);
+      else select([]);
+    } else return;
+    event.preventDefault();
+  });
+  // From the chosen sample to its nearest neighbour not seen on the way; without one, to the middle.
+  const seen = new Set();
+  function step_to_nearest() {
+    if (state.chosen < 0) {
+      seen.clear();
+      const [width, height] = size();
+      let best = -1;
+      let least = Infinity;
+      for (let i = 0; i < n; i += 1) {
+        if (!shown[i]) continue;
+        const [x, y] = screen(i);
+        const far = (x - width / 2) ** 2 + (y - height / 2) ** 2;
+        if (far < least) [best, least] = [i, far];
+      }
+      choose(best);
+    } else {
+      const next = neighbors(state.chosen).find(({ index }) => !seen.has(index) && shown[index]);
+      if (next) choose(next.index);
+      else seen.clear();
+    }
+    if (state.chosen >= 0) seen.add(state.chosen);
+  }
+  function dark(on) {
+    document.documentElement.classList.toggle('dark', on);
+    at('theme').setAttribute('aria-pressed', String(on));
+    listLegend();
+    paint();
+  }
+  at('theme').addEventListener('click', () => dark(!document.documentElement.classList.contains('dark')));
+  new ResizeObserver(() => (whole ? fit() : draw())).observe(stage);
+
+  // ------------------------------------------------------------------ tables
+
+  function table(heads, rows) {
+    const made = make('table');
+    const head = make('tr');
+    head.append(...heads.map((text) => make('th', text, { scope: 'col' })));
+    made.createTHead().append(head);
+    const body = made.createTBody();
+    for (const row of rows) {
+      const line = make('tr');
+      line.append(...row.map((text, i) => (i ? make('td', text) : make('th', text, { scope: 'row' }))));
+      body.append(line);
+    }
+    return made;
+  }
+  const scores = data.scores.filter((name) => data.maps.some((map) => map.scores.has(name)));
+  at('scores').append(scores.length
+    ? table(['map', ...scores], data.maps.map((map) => [map.title, ...scores.map((name) => map.scores.get(name) ?? '')]))
+    : make('p', 'The maps hold no scores.'));
+  at('settings').append(table(['of', 'setting', 'value'], data.settings));
+  if (data.failed.length || data.left_out.length) {
+    at('failures-title').textContent = `What failed or is not shown (${data.n_failed.toLocaleString('en')} failed)`;
+    at('failed').append(...data.left_out.map((text) => make('p', text)));
+    if (data.failed.length) at('failed').append(table(['id', 'why'], data.failed));
+  } else {
+    at('failures-title').textContent = 'Nothing failed';
+  }
+
+  // ------------------------------------------------------------------ begin
+
+  listMaps();
+  start();
+  const wantsDark = matchMedia('(prefers-color-scheme: dark)').matches;
+  listColors();
+  select([]);
+  dark(wantsDark);
+  window.report = { data, state, choose, select, screen, look, csv, eye: () => eye, deck: () => deck };
+})();

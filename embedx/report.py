@@ -1,0 +1,331 @@
+"""One HTML file that shows a run: its maps to walk in, its scores, its settings, what failed.
+
+The page is of three parts that this module puts together: its own markup, style and code
+(``page/``), deck.gl, which draws, from the package pydeck, and the data, compressed. It loads
+nothing from anywhere, and its policy lets nothing run but the two scripts whose hashes it names.
+"""
+
+import base64
+import gzip
+import hashlib
+import html
+import importlib.metadata
+import importlib.util
+import io
+import json
+import logging
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embedx import store
+from embedx.errors import missing_extra, short
+from embedx.figures import (
+    OTHER,
+    PALETTE,
+    PALETTE_BESIDE_OTHER,
+    color_scale,
+    column_of,
+    natural,
+    title_of,
+)
+from embedx.neighbors import metric_of
+from embedx.shown import graph_of_shown, rows_to_show, sheet_of
+from embedx.store import Array, Embeddings, Projection
+
+log = logging.getLogger("embedx")
+
+PAGE = Path(__file__).parent / "page"
+ROWS_MOST = 100_000
+NEIGHBORS_MOST = 8
+SHEET_ACROSS = 32  # pictures a sheet: the page decodes one when it shows the first of it
+TILE_PX_MOST = 64
+PICTURES_BYTES_MOST = 42_000_000  # which text makes 56 MB of
+PICTURE_QUALITY = 80
+RAMP_STEPS = 64
+CLASSES_MOST = 1000  # a column of more texts is for reading and searching, not for colours
+FAILED_MOST = 1000
+
+
+def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, path: Path) -> Path:
+    """Write the report of a run as one HTML file.
+
+    Args:
+        opened: The run.
+        maps: Its projections, at least one; that of the largest trustworthiness is shown first.
+        color: Column that the points are coloured by at first, or ``none``.
+        path: The file to write.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConfigError: No such column.
+        DataError: No row can be shown.
+        DependencyError: pydeck is not installed.
+        StoreError: There is no space.
+    """
+    library = _library()
+    if color != "neighborhood" or color in opened.metadata:
+        column_of(opened, color)  # refuses what is not there
+    rows, reasons = rows_to_show(opened, maps, most=ROWS_MOST, where="the report")
+    sheets, pictures = _sheets(opened, rows)
+    model, source = opened.attrs.get("model", "embeddings"), opened.attrs.get("data", "data")
+    title = short(f"{model} on {source}")
+    n_failed = int((~opened.ok).sum())
+    about = f"{len(rows):,} of {opened.n_rows:,} samples"
+    if str(opened.attrs.get("weights", "")).startswith("random"):
+        about = f"RANDOM weights: the embeddings mean nothing by themselves. {about}"
+    graphs, graph_of = _graphs(opened, maps, rows)
+    failed_ids = {int(i): opened.ids[i] for i in np.flatnonzero(~opened.ok)}
+    failed = store.read_reasons(opened.path, ids=failed_ids)
+    data = {
+        "ids": [opened.ids[i] for i in rows],
+        "columns": _columns(opened, rows),
+        "color": "" if color == "none" else color,
+        "maps": [_map(one, rows, graph=graph_of[one.name], maps=maps) for one in maps],
+        "graphs": graphs,
+        "first": _best(maps),
+        "scores": _SCORES,
+        "thumbnails": pictures,
+        "settings": _settings(opened, maps),
+        "n_failed": n_failed,
+        "failed": [[r["id"], short(r["reason"], most=300)] for r in failed[:FAILED_MOST]],
+        "left_out": reasons
+        + ([f"The first {FAILED_MOST:,} are listed."] if len(failed) > FAILED_MOST else []),
+        "palette": PALETTE,
+        "greys": [i for i, shade in enumerate(PALETTE) if shade not in PALETTE_BESIDE_OTHER],
+        "other": OTHER,
+        "ramp": _ramp(),
+    }
+    script = (PAGE / "report.js").read_text("utf-8")
+    style = (PAGE / "report.css").read_text("utf-8")
+    filled = {
+        "title": html.escape(title),
+        "about": html.escape(about),
+        "generator": f"embedx {opened.attrs.get('embedx', '')}".strip(),
+        "style": style,
+        "sheets": "\n".join(
+            f'<script type="text/plain" id="sheet-{number}">{_base64(sheet)}</script>'
+            for number, sheet in enumerate(sheets)
+        ),
+        "data": _packed(data),
+        "library": library,
+        "script": script,
+        "policy": "; ".join(
+            [
+                "default-src 'none'",
+                f"script-src {_hash(library)} {_hash(script)}",
+                f"style-src {_hash(style)}",
+                "img-src data: blob:",
+                "base-uri 'none'",
+                "form-action 'none'",
+            ]
+        ),
+    }
+    template = (PAGE / "report.html").read_text("utf-8")
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
+    return store.replace_file(path, page.encode())
+
+
+# --------------------------------------------------------------------------- the page
+
+
+def _library() -> str:
+    """The code of deck.gl as the package pydeck ships it."""
+    found = importlib.util.find_spec("pydeck")
+    if found is None or found.origin is None:
+        raise missing_extra("pydeck", extra="viz", needed_for="viewer=report")
+    code = (Path(found.origin).parent / "nbextension/static/index.js").read_text("utf-8")
+    # Within a script only these could end it or hide its end, and there they stand in texts.
+    code = code.replace("\r\n", "\n").replace("<!--", "<\\!--")
+    return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _packed(data: Any) -> str:
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return _base64(gzip.compress(text.encode(), 6, mtime=0))
+
+
+def _numbers(values: Array, dtype: str) -> str:
+    return _base64(np.ascontiguousarray(values, dtype).tobytes())
+
+
+def _ramp() -> list[str]:
+    steps = np.linspace(0, 1, RAMP_STEPS)
+    shades = color_scale(steps, missing=OTHER).to_rgba(steps, bytes=True)
+    return ["#" + bytes(shade[:3]).hex() for shade in shades.tolist()]
+
+
+# --------------------------------------------------------------------------- its data
+
+
+def _columns(opened: Embeddings, rows: Array) -> list[dict[str, Any]]:
+    """Label, saved outputs and metadata: as classes, as numbers, or as texts to read."""
+    saved = {name: values for name, values in opened.outputs.items() if values.ndim == 1}
+    columns: dict[str, Sequence[Any] | Array] = {**saved, **opened.metadata}
+    texts = opened.label_texts()
+    if texts is not None:
+        columns = {"label": texts, **columns}
+    return [
+        _column(name, values[rows] if isinstance(values, np.ndarray) else [values[i] for i in rows])
+        for name, values in columns.items()
+    ]
+
+
+def _column(name: str, values: Sequence[Any] | Array) -> dict[str, Any]:
+    array = np.asarray(values)
+    if array.dtype.kind in "fiu":
+        finite = np.isfinite(array)
+        if len(np.unique(array[finite])) > len(PALETTE):
+            numbers = [v if ok else None for v, ok in zip(array.tolist(), finite, strict=True)]
+            return {"name": name, "kind": "number", "values": numbers}
+        texts = [str(v) if ok else "" for v, ok in zip(array.tolist(), finite, strict=True)]
+        names = [str(v) for v in np.unique(array[finite]).tolist()]
+    else:
+        texts = [str(value) for value in values]
+        names = sorted(set(texts) - {""}, key=natural)
+        if name != "label" and len(names) > min(CLASSES_MOST, max(len(PALETTE), len(texts) // 2)):
+            return {"name": name, "kind": "text", "values": texts}
+    code = {text: number for number, text in enumerate(names)} | {"": -1}
+    codes = np.array([code[text] for text in texts], np.int32)
+    return {"name": name, "kind": "class", "values": names, "codes": _numbers(codes, "<i4")}
+
+
+def _map(
+    projection: Projection, rows: Array, *, graph: int | None, maps: Sequence[Projection]
+) -> dict[str, Any]:
+    coords = projection.coords[rows][:, :3]
+    if coords.shape[1] == 1:
+        coords = np.hstack([coords, np.zeros_like(coords)])
+    method, layer = str(projection.attrs["method"]), str(projection.attrs["layer"])
+    title = title_of(method)
+    if len({str(other.attrs["layer"]) for other in maps}) > 1:
+        title += f" of {layer}"
+    alike = [o for o in maps if (o.attrs["method"], str(o.attrs["layer"])) == (method, layer)]
+    if len(alike) > 1:
+        title += f" ({projection.name})"
+    kept = projection.row_scores.get("neighborhood")
+    return {
+        "name": projection.name,
+        "title": short(title, most=80),
+        "dims": coords.shape[1],
+        "coords": _numbers(coords, "<f4"),
+        "kept": None if kept is None else _numbers(kept[rows], "<f4"),
+        "graph": graph,
+        "scores": [
+            [key, f"{value:.3f}"]
+            for key, value in projection.attrs.items()
+            if key in _SCORES and isinstance(value, float)
+        ],
+    }
+
+
+def _best(maps: Sequence[Projection]) -> int:
+    """The map to open with: the one of which most can be believed, the first where none says."""
+    trust = [float(one.attrs.get("trustworthiness", -1)) for one in maps]
+    return trust.index(max(trust))
+
+
+_SCORES = (
+    "trustworthiness",
+    "continuity",
+    "knn_recall_5",
+    "knn_recall_15",
+    "knn_recall_50",
+    "distance_correlation",
+    "stress",
+    "kl_divergence",
+)
+
+
+def _graphs(
+    opened: Embeddings, maps: Sequence[Projection], rows: Array
+) -> tuple[list[dict[str, Any]], dict[str, int | None]]:
+    """The nearest rows in each layer and metric that a map is of, and which is whose."""
+    k = min(NEIGHBORS_MOST, len(rows) - 1)
+    graphs: list[dict[str, Any]] = []
+    numbers: dict[tuple[str, str], int] = {}
+    graph_of: dict[str, int | None] = {}
+    for one in maps:
+        layer, metric = str(one.attrs["layer"]), metric_of(one.attrs)
+        graph_of[one.name] = None
+        if k < 1 or layer not in opened.embeddings:
+            continue
+        if (layer, metric) not in numbers:
+            found = graph_of_shown(opened, layer, rows, n_neighbors=k, metric=metric)
+            numbers[layer, metric] = len(graphs)
+            graphs.append(
+                {
+                    "title": f"by {metric} distance in {layer}",
+                    "k": k,
+                    "indices": _numbers(found.indices, "<i4"),
+                    "distances": _numbers(found.distances, "<f4"),
+                }
+            )
+        graph_of[one.name] = numbers[layer, metric]
+    return graphs, graph_of
+
+
+def _settings(opened: Embeddings, maps: Sequence[Projection]) -> list[list[str]]:
+    """What made the run and its maps, without the folders of the machine that did."""
+    hidden = {"file", "identity", "format", "row_fields", "projections", "config"}
+    made = [
+        ["embeddings", key, short(str(value), most=200)]
+        for key, value in store.describe(opened.path).items()
+        if key not in hidden and not key.startswith("metadata/")
+    ]
+    for one in maps:
+        made += [
+            [one.name, key, short(str(value), most=200)]
+            for key, value in one.attrs.items()
+            if key not in hidden | {"settings", "path"}
+        ]
+    return made
+
+
+# --------------------------------------------------------------------------- its pictures
+
+
+def _sheets(opened: Embeddings, rows: Array) -> tuple[list[bytes], dict[str, Any] | None]:
+    """Sheets of square miniatures, row by row from the top left, and how they are laid out."""
+    if opened.thumbnails is None:
+        return [], None
+    side = max(opened.thumbnails.shape[1:3])
+    tile = min(side, TILE_PX_MOST)
+    step = SHEET_ACROSS**2
+    parts = [rows[start : start + step] for start in range(0, len(rows), step)]
+    while True:
+        sheets: list[bytes] = []
+        for part in parts:
+            sheets.append(_sheet(opened.thumbnails[part], tile))
+            expected = sum(map(len, sheets)) * len(parts) / len(sheets)
+            if expected > PICTURES_BYTES_MOST and tile > 16 and len(sheets) in (1, len(parts)):
+                break
+        else:
+            break
+        tile = max(16, int(tile * math.sqrt(PICTURES_BYTES_MOST / expected) * 0.95))
+    if tile < side:
+        log.info("the pictures of the report are %s px, of the %s px that the file has", tile, side)
+    tall = [math.ceil(len(part) / SHEET_ACROSS) for part in parts]
+    return sheets, {"tile": tile, "across": SHEET_ACROSS, "rows": tall}
+
+
+def _sheet(thumbnails: Array, tile: int) -> bytes:
+    down = math.ceil(len(thumbnails) / SHEET_ACROSS)
+    data = io.BytesIO()
+    sheet = sheet_of(thumbnails, tile=tile, across=SHEET_ACROSS, down=down)
+    sheet.save(data, "WEBP", quality=PICTURE_QUALITY, method=1)
+    return data.getvalue()

@@ -1,0 +1,475 @@
+"""The report: what the file holds, and what a person sees of it in a browser."""
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from embedx import report, store
+from embedx.errors import ConfigError, DataError
+from embedx.figures import PALETTE
+from embedx.view import view
+from tests.conftest import embeddings_file, projection_file
+
+pytest.importorskip("pydeck")
+
+Array = np.ndarray[Any, Any]
+HOSTILE = "</script><img src=x onerror=window.wrong=1>"
+
+
+def make_run(folder: Path, *, n: int = 60, labels: Any = None, **options: Any) -> Path:
+    """A run of n rows in three clusters, with maps of two and three dimensions."""
+    rng = np.random.default_rng(0)
+    classes = np.arange(n) % 3
+    x = rng.normal(size=(3, 8))[classes] * 4 + rng.normal(size=(n, 8))
+    path = embeddings_file(
+        folder, x, labels=classes.tolist() if labels is None else labels, **options
+    )
+    flat = rng.normal(size=(n, 2)) + np.stack([classes * 9, (classes == 1) * 7], axis=1)
+    failed = list(options.get("failed", ()))
+    for name, coords in (
+        ("tsne-1a2b3c", flat * [3, 1] + [500, -20]),
+        ("umap-2a3b4c", flat[:, ::-1]),
+        ("pca-3a4b5c", np.hstack([flat, rng.normal(size=(n, 1))])),
+    ):
+        placed = coords.copy()
+        placed[failed] = np.nan
+        projection_file(path, name, placed, trustworthiness=0.9, metric="euclidean")
+    return path
+
+
+def tiles(n: int) -> Array:
+    """A thumbnail of one colour for each row, each another."""
+    wheel = np.stack([37 * np.arange(n), 91 * np.arange(n) + 60, 149 * np.arange(n)], axis=1)
+    return np.broadcast_to((wheel % 200 + 20).astype(np.uint8)[:, None, None], (n, 16, 16, 3))
+
+
+def written(path: Path, **options: Any) -> str:
+    assert view(path, viewer="report", **options) is None
+    return (path.parent / "report.html").read_text("utf-8")
+
+
+def held(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', page)
+    assert found is not None
+    made: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    return made
+
+
+def floats(text: str) -> Array:
+    return np.frombuffer(base64.b64decode(text), "<f4")
+
+
+def test_a_report_holds_each_row_its_places_and_its_nearest_rows(tmp_path: Path) -> None:
+    path = make_run(
+        tmp_path,
+        metadata={"size": np.arange(60) * 0.5, "note": [f"note {i}" for i in range(60)]},
+        failed=(7, 21),
+    )
+    page = written(path)
+    data, opened = held(page), store.open(path)
+    rows = np.flatnonzero(opened.ok)
+    assert data["ids"] == [opened.ids[i] for i in rows]
+    assert len(rows) == 58
+    for shown in data["maps"]:
+        projection = store.projections_of(opened, [shown["name"]])[0]
+        coords = floats(shown["coords"]).reshape(-1, shown["dims"])
+        assert np.array_equal(coords, projection.coords[rows])
+    columns = {column["name"]: column for column in data["columns"]}
+    assert columns["size"]["values"] == [i * 0.5 for i in rows]
+    assert columns["note"]["values"] == [f"note {i}" for i in rows]
+    label = columns["label"]
+    codes = np.frombuffer(base64.b64decode(label["codes"]), "<i4")
+    assert [label["values"][code] for code in codes] == [f"class {i % 3}" for i in rows]
+    (graph,) = data["graphs"]
+    x = opened.embeddings["avgpool"][rows].astype(float)
+    distances = np.linalg.norm(x[:, None] - x[None], axis=2)
+    np.fill_diagonal(distances, np.inf)
+    nearest = np.argsort(distances, axis=1)[:, : graph["k"]]
+    found = np.frombuffer(base64.b64decode(graph["indices"]), "<i4").reshape(58, -1)
+    assert np.array_equal(found, nearest)
+    np.testing.assert_allclose(
+        floats(graph["distances"]).reshape(58, -1),
+        np.take_along_axis(distances, nearest, axis=1),
+        rtol=1e-5,
+    )
+    assert data["n_failed"] == 2
+    assert "2 rows failed and are left out" in data["left_out"]
+
+
+def test_thumbnails_lie_on_the_sheets_where_the_page_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "SHEET_ACROSS", 5)
+    page = written(make_run(tmp_path, thumbnails=tiles(60), failed=(7,)))
+    layout = held(page)["thumbnails"]
+    sheets = re.findall(r'<script type="text/plain" id="sheet-\d+">([^<]*)</script>', page)
+    pictures = [Image.open(io.BytesIO(base64.b64decode(sheet))).convert("RGB") for sheet in sheets]
+    assert [p.height // layout["tile"] for p in pictures] == layout["rows"] == [5, 5, 2]
+    colors = tiles(60)[[i for i in range(60) if i != 7], 0, 0]
+    for i, color in enumerate(colors):
+        sheet, k = divmod(i, 25)
+        y, x = (np.array(divmod(k, 5)) + 0.5) * layout["tile"]
+        assert np.abs(np.array(pictures[sheet].getpixel((int(x), int(y)))) - color).max() < 12
+
+
+def test_pictures_are_made_small_enough_for_a_file_one_can_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (90, 48, 48, 3), dtype=np.uint8)
+    monkeypatch.setattr(report, "PICTURES_BYTES_MOST", 30_000)
+    with caplog.at_level("INFO", logger="embedx"):
+        page = written(make_run(tmp_path, n=90, thumbnails=noise))
+    assert re.search(r"pictures of the report are \d+ px, of the 48 px", caplog.text)
+    sheets = re.findall(r'id="sheet-\d+">([^<]*)</script>', page)
+    assert 0 < sum(len(base64.b64decode(sheet)) for sheet in sheets) <= 30_000
+
+
+def test_the_page_runs_its_own_two_scripts_and_loads_nothing(tmp_path: Path) -> None:
+    page = written(make_run(tmp_path, model=HOSTILE, data='"><b>'))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    rules = dict(rule.split(" ", maxsplit=1) for rule in policy[1].split("; "))
+    assert rules["default-src"] == "'none'"
+    assert "unsafe" not in policy[1]
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in rules["script-src"]
+    markup = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
+    assert "<img" not in markup
+    assert "<b>" not in markup
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", markup)
+    assert "&lt;/script&gt;" in markup
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
+    path = make_run(tmp_path, thumbnails=tiles(60))
+    assert written(path) == written(path)
+
+
+def test_a_column_is_classes_numbers_or_text_as_it_comes(tmp_path: Path) -> None:
+    n = 60
+    path = make_run(
+        tmp_path,
+        labels=[""] * 10 + [HOSTILE] * 50,
+        metadata={
+            "fold": np.arange(n) % 4,
+            "loss": np.where(np.arange(n) % 5, np.arange(n) / 7, np.nan),
+            "camera": [("left", "", "right 10", "right 2")[i % 4] for i in range(n)],
+        },
+    )
+    columns = {column["name"]: column for column in held(written(path))["columns"]}
+    assert {name: column["kind"] for name, column in columns.items()} == {
+        "label": "class",
+        "fold": "class",
+        "loss": "number",
+        "camera": "class",
+    }
+    assert columns["camera"]["values"] == ["left", "right 2", "right 10"]
+    assert columns["fold"]["values"] == ["0", "1", "2", "3"]
+    assert columns["loss"]["values"][:3] == [None, 1 / 7, 2 / 7]
+    codes = np.frombuffer(base64.b64decode(columns["label"]["codes"]), "<i4")
+    assert codes.tolist() == [-1] * 10 + [0] * 50
+
+
+def test_more_rows_than_a_page_bears_are_a_sample_and_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "ROWS_MOST", 30)
+    data = held(written(make_run(tmp_path)))
+    assert len(data["ids"]) == 30
+    assert "at most 30 rows: taking a sample of 60, stratified by label" in data["left_out"][0]
+    graph = data["graphs"][0]
+    assert np.frombuffer(base64.b64decode(graph["indices"]), "<i4").max() < 30
+
+
+def test_a_report_of_one_row_and_of_no_labels_is_a_report(tmp_path: Path) -> None:
+    for n in (1, 2):
+        path = embeddings_file(tmp_path / str(n), np.ones((n, 4)))
+        projection_file(path, "pca-0a1b2c", np.zeros((n, 2)), metric="euclidean")
+        data = held(written(path))
+        assert len(data["ids"]) == n
+        assert data["columns"] == []
+
+
+def test_what_cannot_be_reported_is_one_line(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    with pytest.raises(ConfigError, match="color='nothing'"):
+        written(path, color="nothing")
+    assert not (tmp_path / "report.html").exists()
+    alone = embeddings_file(tmp_path / "alone", np.ones((3, 2)))
+    with pytest.raises(DataError, match="no projection yet"):
+        written(alone)
+
+
+# --------------------------------------------------------------------------- in a browser
+
+
+class Page:
+    """A report in a browser."""
+
+    def __init__(self, driver: Any, path: Path) -> None:
+        self.driver = driver
+        driver.get_log("browser")
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [still]})
+        driver.get(path.resolve().as_uri())
+        self.until("window.report && window.report.deck()?.getViewports().length > 0")
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def until(self, condition: str) -> None:
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.driver, 30, poll_frequency=0.05).until(
+            lambda _: self.run(f"return Boolean({condition})")
+        )
+
+    def show(self, name: str) -> None:
+        self.run("document.querySelector(`#maps input[value='${arguments[0]}']`).click()", name)
+
+    def still(self) -> None:
+        """Wait until what was asked for is drawn."""
+        self.driver.execute_async_script(
+            "const done = arguments[0]; setTimeout(() => "
+            "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 100))), 300)"
+        )
+
+    def pixels(self) -> tuple[Array, Array]:
+        """The screen ``(h, w, 3)``, and where each row is on it, ``(n, 2)``."""
+        self.still()
+        png = self.driver.get_screenshot_as_png()
+        screen = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+        at = self.run(
+            "const box = document.getElementById('map').getBoundingClientRect();"
+            "return report.data.ids.map((_, i) => report.screen(i))"
+            ".map(([x, y]) => [x + box.left, y + box.top])"
+        )
+        return screen, np.array(at)
+
+    def errors(self) -> list[str]:
+        return [e["message"] for e in self.driver.get_log("browser") if e["level"] == "SEVERE"]
+
+
+@pytest.fixture(scope="module")
+def page(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    folder = tmp_path_factory.mktemp("report")
+    labels = [("cat", "dog", HOSTILE)[i % 3] for i in range(60)]
+    path = make_run(
+        folder,
+        labels=labels,
+        thumbnails=tiles(60),
+        metadata={"size": np.arange(60) * 0.5, "note": ["=1+1,\n", '"x"', "ok", "fine"] * 15},
+        failed=(7,),
+    )
+    view(path, viewer="report")
+    return Page(driver, folder / "report.html")
+
+
+@pytest.mark.browser
+def test_every_point_is_drawn_in_the_colour_of_its_class(page: Page) -> None:
+    from matplotlib.colors import to_rgb
+
+    page.run("document.getElementById('names').click()")  # they hide points
+    for name in ("tsne-1a2b3c", "umap-2a3b4c"):
+        page.show(name)
+        screen, at = page.pixels()
+        found = screen[at[:, 1].round().astype(int), at[:, 0].round().astype(int)]
+        label = page.run("const c = report.data.columns[0]; return [...c.codes]")
+        wanted = np.array([to_rgb(PALETTE[code]) for code in label]) * 255
+        # Points are a little transparent, on white.
+        assert (np.abs(found - wanted).max(axis=1) < 60).mean() > 0.9
+    assert page.errors() == []
+
+
+@pytest.mark.browser
+def test_nothing_from_the_data_became_an_element_of_the_page(page: Page) -> None:
+    assert page.run("return window.wrong") is None
+    assert page.run("return document.querySelectorAll('img').length") == 0
+    assert HOSTILE in page.run("return document.getElementById('legend').textContent")
+
+
+@pytest.mark.browser
+def test_a_chosen_point_shows_its_picture_its_columns_and_its_nearest(page: Page) -> None:
+    page.run("report.choose(10)")
+    text = page.run("return document.getElementById('chosen').innerText")
+    assert "row-0011" in text  # row 7 failed and is not there
+    assert "5.5" in text
+    near = page.run("return [...document.querySelectorAll('#near .name')].map((e) => e.title)")
+    wanted = page.run(
+        "const g = report.data.graphs[0];"
+        "return [...g.indices.slice(10 * g.k, 11 * g.k)].map((i) => report.data.ids[i])"
+    )
+    assert near == wanted
+    assert len(near) == 8
+    page.still()
+    box = page.run(
+        "const b = document.querySelector('#chosen .picture').getBoundingClientRect();"
+        "return [b.left + b.width / 2, b.top + b.height / 2]"
+    )
+    screen, _ = page.pixels()
+    seen = screen[int(box[1]), int(box[0])]
+    assert np.abs(seen - tiles(60)[11, 0, 0]).max() < 12
+    page.run("document.querySelector('#near button').click()")
+    assert page.run("return report.data.ids[report.state.chosen]") == wanted[0]
+    page.run("report.choose(-1)")
+
+
+@pytest.mark.browser
+def test_the_mouse_over_a_point_shows_whose_it_is(page: Page) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    page.show("tsne-1a2b3c")
+    page.still()
+    _, at = page.pixels()
+    far = np.linalg.norm(at[:, None] - at[None], axis=2) + np.eye(59) * 1e9
+    alone = int(far.min(axis=1).argmax())
+    element = page.driver.find_element("id", "map")
+    box = element.rect
+    x, y = at[alone] - [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+    ActionChains(page.driver).move_to_element_with_offset(element, int(x), int(y)).perform()
+    page.until("!document.getElementById('tip').hidden")
+    tip = page.run("return document.getElementById('tip').innerText")
+    assert page.run("return report.data.ids[arguments[0]]", alone) in tip
+
+
+@pytest.mark.browser
+def test_a_lasso_selects_what_it_encloses_and_the_table_copies_it(page: Page) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    page.show("umap-2a3b4c")
+    page.still()
+    _, at = page.pixels()
+    middle = np.median(at[:, 0])
+    element = page.driver.find_element("id", "map")
+    box = element.rect
+    page.driver.find_element("id", "tool-lasso").click()
+    left, top = box["x"] + 3, box["y"] + 3
+    corners = [
+        (left, top),
+        (middle, top),
+        (middle, top + box["height"] - 6),
+        (left, top + box["height"] - 6),
+    ]
+    center = np.array([box["x"] + box["width"] / 2, box["y"] + box["height"] / 2])
+    pointer = ActionChains(page.driver)
+    for number, corner in enumerate(corners):
+        x, y = (np.array(corner) - center).astype(int).tolist()
+        pointer.move_to_element_with_offset(element, x, y)
+        if number == 0:
+            pointer.click_and_hold()
+    pointer.release().perform()
+    selected = set(page.run("return [...report.state.selected]"))
+    inside = set(np.flatnonzero(at[:, 0] < int(middle - center[0]) + center[0]).tolist())
+    assert 20 < len(selected) < 40
+    assert len(selected ^ inside) <= 1  # a point on the line itself
+    rows = page.run("return document.querySelectorAll('#table tbody tr').length")
+    assert rows == len(selected)
+    csv = page.run("return report.csv()")
+    assert csv.count("\r\n") == len(selected) + 1
+    assert csv.splitlines()[0] == "id,label,note,size"
+    assert "'=1+1" in csv
+    assert '"""x"""' in csv
+    page.driver.find_element("id", "clear").click()
+    assert page.run("return report.state.selected.size") == 0
+
+
+@pytest.mark.browser
+def test_search_and_legend_leave_what_was_asked_for(page: Page) -> None:
+    field = page.driver.find_element("id", "search")
+    field.send_keys("row-001")
+    page.until("document.getElementById('found').textContent === '10 found'")
+    page.driver.find_element("id", "select-found").click()
+    assert page.run("return report.state.selected.size") == 10
+    page.run("report.select([])")
+    button = page.run(
+        "return [...document.querySelectorAll('#legend button')]"
+        ".find((b) => b.textContent.startsWith('cat'))"
+    )
+    before, at = page.pixels()
+    button.click()
+    after, _ = page.pixels()
+    is_cat = np.array(page.run("const c = report.data.columns[0]; return [...c.codes]")) == 1
+    names = page.run("return report.data.columns[0].values")
+    assert names[1] == "cat"
+    x, y = at.round().astype(int).T
+    gone = (np.abs(after[y, x] - 255).max(axis=1) < 10) & (
+        np.abs(before[y, x] - 255).max(axis=1) > 30
+    )
+    assert gone[is_cat].mean() > 0.7
+    assert gone[~is_cat].mean() < 0.05
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.browser
+def test_the_keyboard_alone_walks_the_map(page: Page) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.run("report.choose(-1); document.getElementById('fit').click()")
+    stage = page.driver.find_element("id", "map")
+    before = page.run("return report.eye()")
+    stage.send_keys(Keys.ARROW_RIGHT, "+", "+")
+    after = page.run("return report.eye()")
+    assert after["target"][0] > before["target"][0]
+    assert after["zoom"] == pytest.approx(before["zoom"] + 1)
+    stage.send_keys("0", Keys.ENTER)
+    first = page.run("return report.state.chosen")
+    assert first >= 0
+    said = page.run("return document.getElementById('say').textContent")
+    assert page.run("return report.data.ids[arguments[0]]", first) in said
+    stage.send_keys(Keys.ENTER)
+    second = page.run("return report.state.chosen")
+    graph = "const g = report.data.graphs[0]; "
+    assert second == page.run(graph + "return g.indices[arguments[0] * g.k]", first)
+    stage.send_keys(Keys.ESCAPE)
+    assert page.run("return report.state.chosen") == -1
+
+
+@pytest.mark.browser
+def test_a_map_of_three_dimensions_is_drawn_and_turned(page: Page) -> None:
+    page.show("pca-3a4b5c")
+    screen, at = page.pixels()
+    found = screen[at[:, 1].round().astype(int), at[:, 0].round().astype(int)]
+    assert (np.abs(found - 255).max(axis=1) > 30).mean() > 0.9
+    from selenium.webdriver.common.keys import Keys
+
+    page.driver.find_element("id", "map").send_keys(Keys.ARROW_LEFT)
+    _, turned = page.pixels()
+    assert np.abs(turned - at).max() > 2
+    page.show("tsne-1a2b3c")
+    assert page.errors() == []
+
+
+@pytest.mark.browser
+def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page) -> None:
+    page.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},
+    )
+    try:
+        page.still()
+        wide, map_px = page.run(
+            "return [document.documentElement.scrollWidth, "
+            "document.getElementById('map').getBoundingClientRect().width]"
+        )
+        assert wide <= 390
+        assert map_px > 350
+        screen, at = page.pixels()
+        x, y = at.round().astype(int).T
+        inside = (x > 0) & (x < 390) & (y > 0) & (y < 844)
+        assert inside.mean() > 0.95
+        assert (np.abs(screen[y[inside], x[inside]] - 255).max(axis=1) > 30).mean() > 0.9
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
