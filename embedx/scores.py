@@ -21,6 +21,7 @@ _RANKED = 10**7  # distances to rank in a pass: a sixth of the time of a map of 
 _PRODUCTS = 2**39  # multiplications of one pass over distances: half a minute on two cores
 _DOUBLE_PRODUCTS = 2**36  # up to here in double precision
 _BLOCK = 2**23  # numbers of a block of rows
+_PART_BYTES = 2**27  # of rows as float32 that are searched at a time
 _TILE = (256, 2**14)  # rows x columns of the distances held at a time
 _SORTED = 2000  # so many are sorted faster than counted again and again
 _CROWD = 10_000  # so many candidates for the nearest are left to a search that bears any number
@@ -273,11 +274,24 @@ class _Space:
         return counts, found
 
     def nearest(self, rows: Array, k: int) -> "_Lists":
-        """The k nearest others of some rows, by a search of all."""
-        whole = np.asarray(self.x)
-        return _others(
-            rows, *nearest_rows(whole[rows], whole, n_neighbors=k + 1, metric=self.metric)
+        """The k nearest others of some rows, by a search of all, part by part."""
+        n, queries = len(self.x), np.asarray(self.x[rows])
+        indices, distances = (
+            np.empty((len(rows), 0), np.int64),
+            np.empty((len(rows), 0), np.float32),
         )
+        step = max(1, _PART_BYTES // (4 * self.x.shape[1]))
+        for start in range(0, n, step):
+            part = np.asarray(self.x[start : start + step])
+            found = nearest_rows(
+                queries, part, n_neighbors=min(k + 1, len(part)), metric=self.metric
+            )
+            indices = np.hstack([indices, found[0] + start])
+            distances = np.hstack([distances, found[1]])
+            order = np.argsort(distances, axis=1, kind="stable")[:, : k + 1]
+            indices = np.take_along_axis(indices, order, axis=1)
+            distances = np.take_along_axis(distances, order, axis=1)
+        return _others(rows, indices, distances)
 
     def nearest_among(self, rows: Array, candidates: list[list[Array]], k: int) -> "_Lists":
         """The k nearest others of some rows, which are among the candidates of each."""

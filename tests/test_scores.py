@@ -646,3 +646,19 @@ def test_a_map_that_is_the_data_keeps_every_neighbour_in_any_number_of_dimension
     for k in (5, 15, 50):
         assert quality.scores[f"knn_recall_{k}"] == 1.0
     assert (quality.neighborhood == 1).all()
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_rows_are_searched_part_by_part_with_one_result(
+    metric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    x, coords = rng.normal(size=(400, 6)).astype(np.float32), rng.normal(size=(400, 2))
+    x[200:] = x[:200]  # each row twice, the other in another part
+    monkeypatch.setattr(scores, "WHOLE_ROWS", 10)
+    whole = map_quality(x, coords, metric=metric)
+    monkeypatch.setattr(scores, "_PART_BYTES", 70 * 4 * 6)
+    parts = map_quality(x, coords, metric=metric)
+    assert parts.scores == whole.scores
+    assert np.array_equal(parts.neighborhood, whole.neighborhood)
+    assert 0 < whole.scores["trustworthiness"] < 1
