@@ -61,7 +61,7 @@ STAGES = {
     "extract": "run data through a model and store what its layers give",
     "project": "make a map of stored embeddings by PCA, t-SNE or UMAP",
     "evaluate": "score embeddings and maps",
-    "export": "write a folder for TensorBoard's projector",
+    "export": "write files for TensorBoard, Embedding Atlas, spreadsheets or NumPy",
     "view": "draw maps as pictures, or serve the projector",
     "neighbors": "find the nearest rows, duplicates, outliers and doubtful labels",
     "compare": "rank several runs in one table, and draw their maps side by side",
@@ -388,16 +388,18 @@ def _prepare(
         unchosen = [g for g, option in groups.items() if option == "???" and g not in given]
         prepared += [f"~{group}" for group in unchosen if "experiment" not in given]
     elif (key := _WORKS_ON.get(stage)) is not None and key not in given:
-        newest = _newest_embeddings()
+        newest = _newest_embeddings(or_partial="follow=true" in prepared)
         log.info("%s: the newest, %s", key, newest)
         prepared.append(f"{key}={quoted(str(newest))}")
     return prepared
 
 
-def _newest_embeddings() -> Path:
-    from embedx.store import EMBEDDINGS_NAME
+def _newest_embeddings(*, or_partial: bool = False) -> Path:
+    from embedx.store import EMBEDDINGS_NAME, partial_path
 
     found = list(Path("outputs").glob(f"*/{EMBEDDINGS_NAME}"))
+    if or_partial:
+        found += Path("outputs").glob(f"*/{partial_path(Path(EMBEDDINGS_NAME)).name}")
     if not found:
         raise DataError(
             "there are no embeddings below outputs/ yet; make some with: python -m embedx extract "
@@ -896,12 +898,13 @@ def _stage_evaluate(values: dict[str, Any]) -> None:
 
 
 def _stage_export(values: dict[str, Any]) -> None:
-    from embedx.export import export
+    from embedx.export import export, tensorboard
 
     named = [override(key, values[key]) for key in ("embeddings", "out") if values[key]]
     exporter, options = _plugin(values.pop("exporter"), "exporter", export)
     export(exporter=exporter, **values, **options)
-    _next(" ".join(["view viewer=tensorboard", *named]))
+    if exporter is tensorboard:
+        _next(" ".join(["view viewer=tensorboard", *named]))
 
 
 def _stage_view(values: dict[str, Any]) -> None:

@@ -18,9 +18,10 @@ from embedx.align import places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
 from embedx.configs import read_settings
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest
-from embedx.figures import Panel, as_label, column_of, title_of
+from embedx.figures import as_label, column_of, title_of
 from embedx.matrix import Matrix
 from embedx.methods import METHODS
+from embedx.panels import Panel, panels
 from embedx.scores import (
     cka_matrix,
     embedding_quality,
@@ -536,7 +537,7 @@ def _draw(
     title = f"{common[0]} of {common[1]}, {common[2]}"
     if any(str(run.attrs.get("weights", "")).startswith("random") for run in runs):
         title = f"RANDOM weights, {title}"
-    return figures.panels(shown, colors, across=_across(labels), title=title, needed_for="compare")
+    return panels(shown, colors, across=_across(labels), title=title, needed_for="compare")
 
 
 def _colors(

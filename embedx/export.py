@@ -20,6 +20,7 @@ from embedx.checks import check_arguments, checked, refuse_taken
 from embedx.errors import ConfigError, StoreError, missing_extra
 from embedx.shown import rows_to_show, sheet_of
 from embedx.store import Array, Embeddings, Projection
+from embedx.tabular import atlas, npz, table
 
 log = logging.getLogger("embedx")
 
@@ -41,18 +42,22 @@ def export(
 
     Args:
         embeddings: The file, its folder, or the opened file.
-        exporter: ``tensorboard``, or a function ``(embeddings, projections, folder) -> path``.
+        exporter: ``tensorboard``, ``atlas``, ``table``, ``npz``, or a function ``(embeddings,
+            projections, out) -> path``, of which ``out`` is a path, or None for a place beside
+            the embeddings.
         projections: Names or paths of projections; all of them where not given.
-        out: Folder to write; ``projector`` beside the embeddings where not given.
+        out: What to write: a folder for TensorBoard, a file or a folder for the others; beside
+            the embeddings where not given.
         options: Of the exporter.
 
     Returns:
-        The folder written. It replaces an earlier export whole.
+        The folder or file written. It replaces an earlier export whole.
 
     Raises:
         ConfigError: An unknown exporter, an option it does not have or that has the name of an
             argument of ``export``, or ``out`` holds something that is not an export.
-        DataError: Fewer than two rows can be shown.
+        DataError: Too few rows can be shown.
+        DependencyError: A package that the exporter needs is not installed.
         StoreError: A file is missing or damaged, or there is no space.
     """
     opened = store.open(embeddings)
@@ -63,13 +68,14 @@ def export(
                 f"exporter {exporter!r} is not known; choose one of: {', '.join(EXPORTERS)}"
             )
         exporter = EXPORTERS[exporter]
-    folder = Path(out) if out else opened.path.parent / "projector"
     refuse_taken(export, plugin=exporter, given=options, positional=3, where="exporter.")
     check_arguments(exporter, options, positional=3, where="exporter.")
-    return exporter(opened, maps, folder, **options)
+    return exporter(opened, maps, Path(out) if out else None, **options)
 
 
-def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folder: Path) -> Path:
+def tensorboard(
+    embeddings: Embeddings, projections: Sequence[Projection], out: Path | None
+) -> Path:
     """A log directory for TensorBoard's projector.
 
     Each capture point is a tensor, with thumbnails and without; each projection is a bookmark of
@@ -80,14 +86,15 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
     Args:
         embeddings: Opened file.
         projections: Projections of it.
-        folder: Where to; an earlier export there is replaced whole.
+        out: Folder to write, ``projector`` beside the embeddings where not given; an earlier export
+            there is replaced whole.
 
     Returns:
-        ``folder``.
+        The folder. Above it, or above many of them, TensorBoard shows each as a run.
 
     Raises:
         DependencyError: TensorBoard is not installed.
-        ConfigError: ``folder`` holds something that is not an export.
+        ConfigError: ``out`` holds something that is not an export.
         DataError: Fewer than two rows can be shown.
         StoreError: There is no space, or the folder cannot be written.
 
@@ -99,6 +106,7 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
         from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
     except ImportError:
         raise missing_extra("tensorboard", extra="viz", needed_for="exporter=tensorboard") from None
+    folder = out or embeddings.path.parent / "projector"
     _check_ours(folder)
     rows, _ = rows_to_show(embeddings, projections, most=ROWS_MOST, where="the projector", least=2)
     points = {
@@ -147,6 +155,7 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
             files[tensor.bookmarks_path] = _bookmarks(
                 x.shape, axes[id(x)], rows, own, label=_label_column(columns), color=color
             )
+    files[store.EXPORT_EVENTS] = _events()
     files[store.EXPORT_CONFIG] = (store.EXPORT_MARK + text_format.MessageToString(config)).encode()
     _swap_folder(folder, files)
     log.info(
@@ -160,7 +169,12 @@ def tensorboard(embeddings: Embeddings, projections: Sequence[Projection], folde
     return folder
 
 
-EXPORTERS: dict[str, Callable[..., Path]] = {"tensorboard": tensorboard}
+EXPORTERS: dict[str, Callable[..., Path]] = {
+    "tensorboard": tensorboard,
+    "atlas": atlas,
+    "table": table,
+    "npz": npz,
+}
 
 
 def _check_ours(folder: Path) -> None:
@@ -175,6 +189,19 @@ def _check_ours(folder: Path) -> None:
             f"{folder} holds {min(foreign)}, which is no part of an export; choose another "
             "out=FOLDER"
         )
+
+
+def _events() -> bytes:
+    """A file of events without any, of no time and no machine.
+
+    A folder below TensorBoard's log directory is a run of its own only if it has such a file.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    data = io.BytesIO()
+    RecordWriter(data).write(Event(file_version="brain.Event:2").SerializeToString())
+    return data.getvalue()
 
 
 # --------------------------------------------------------------------------- tensors
@@ -298,7 +325,7 @@ def _sprite(thumbnails: Array) -> tuple[bytes, int]:
     tile = min(max(height, width), SHEET_PX_MOST // across)
     sheet = sheet_of(thumbnails, tile=tile, across=across, down=across)
     data = io.BytesIO()
-    sheet.save(data, "PNG")
+    sheet.save(data, "PNG", compress_level=1)  # 0.6 of the time for 1.1 of the bytes
     return data.getvalue(), tile
 
 

@@ -1,12 +1,12 @@
-"""What pictures are made of: names as they may be drawn, panels of maps, sheets of miniatures."""
+"""What pictures are made of: colours, names as they may be drawn, sheets, files."""
 
+import contextlib
 import dataclasses
 import io
 import logging
-import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,6 @@ from embedx.errors import ConfigError, missing_extra, short
 from embedx.store import Embeddings
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
     from matplotlib.patheffects import AbstractPathEffect
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("embedx")
 
 DPI = 150
+PRINT_DPI = 300
+PX_MOST = 20_000  # a side of a picture; a longer one no viewer opens
 NOTEBOOK_PX_PER_IN = 100
 # Ten colours that stay apart for common colour-vision deficiencies: Petroff 2021, arXiv:2107.02270.
 PALETTE = (
@@ -43,8 +44,9 @@ PALETTE = (
 OTHER = "#dcdcdc"
 # With a class of its own in grey, "other" could not be told from it.
 PALETTE_BESIDE_OTHER = tuple(shade for shade in PALETTE if shade not in ("#94a4a2", "#717581"))
-PANEL_IN = 5.2
-NAMED_FROM = 10  # points of a class: a name would hide fewer
+
+OUTLINE_PT = 3
+NAME = "name-"  # of the parts of a picture that are letters over points
 
 TILE_IN, GAP_IN, LINE_IN = 0.85, 0.12, 0.11
 SHEET_IN = 9.0  # wide enough for a title
@@ -53,6 +55,58 @@ QUIET = "#666666"
 
 # (name, colour, mask of the rows)
 Group = tuple[str, str, npt.NDArray[np.bool_]]
+
+
+class Theme(NamedTuple):
+    """What a picture is drawn on and with.
+
+    Attributes:
+        paper: Behind all.
+        ink: Of letters.
+        quiet: Of frames and of letters beside the matter.
+        other: Of rows without a class of their own, for which ``OTHER`` stands elsewhere.
+        behind: Of rows that a panel is not about.
+        pane: Of the walls of a map of three dimensions.
+        darkest: Where on the scale of numbers the colours begin that can be told from the paper.
+    """
+
+    paper: str
+    ink: str
+    quiet: str
+    other: str
+    behind: str
+    pane: str
+    darkest: float
+
+    def shade(self, shade: str) -> str:
+        """The colour of a class on this paper."""
+        return self.other if shade == OTHER else shade
+
+
+# Each colour of the palette has a contrast of 2.6 to this black, more than some have to white.
+THEMES = {
+    "light": Theme("#ffffff", "#000000", "#6b6b6b", OTHER, "#e9e9e9", "#f7f7f7", 0.0),
+    "dark": Theme("#16181d", "#ececec", "#9a9da3", "#55585f", "#2f333b", "#1b1e24", 0.25),
+}
+
+
+@contextlib.contextmanager
+def themed(theme: Theme) -> Iterator[None]:
+    """Figures begun within are drawn on that paper.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
+    require("a picture")
+    import matplotlib
+
+    letters = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    colors: dict[Any, Any] = dict.fromkeys(letters, theme.ink)
+    colors |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), theme.paper)
+    colors |= dict.fromkeys(("axes.edgecolor", "grid.color"), theme.quiet)
+    colors |= {f"axes3d.{side}axis.panecolor": theme.pane for side in "xyz"}
+    with matplotlib.rc_context(colors):
+        yield
 
 
 def require(needed_for: str) -> None:
@@ -93,15 +147,22 @@ def new_figure(size_in: tuple[float, float], *, layout: str, needed_for: str) ->
     return ShownFigure(figsize=size_in, layout=layout)  # type: ignore[arg-type]  # a text it knows
 
 
-def color_scale(numbers: store.Array, *, missing: str) -> "ScalarMappable":
-    """Colours from dark to light for finite numbers, and ``missing`` for the others."""
+def color_scale(numbers: store.Array, *, missing: str, darkest: float = 0.0) -> "ScalarMappable":
+    """Colours from dark to light for finite numbers, and ``missing`` for the others.
+
+    Args:
+        numbers: At least one of them finite.
+        missing: A colour.
+        darkest: Where the colours begin, 0 to 1.
+    """
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import ListedColormap, Normalize
 
     finite = numbers[np.isfinite(numbers)]
-    scale = ScalarMappable(Normalize(finite.min(), finite.max()), "cividis")
-    scale.set_cmap(scale.cmap.with_extremes(bad=missing))
-    return scale
+    shades = ListedColormap(colormaps["cividis"](np.linspace(darkest, 1, 256)), "numbers")
+    limits = Normalize(finite.min(), finite.max())
+    return ScalarMappable(limits, shades.with_extremes(bad=missing))
 
 
 def legend(figure: "Figure", entries: Sequence[tuple[str, str]], *, title: str | None) -> None:
@@ -119,11 +180,11 @@ def legend(figure: "Figure", entries: Sequence[tuple[str, str]], *, title: str |
     )
 
 
-def outline() -> "list[AbstractPathEffect]":
+def outline(theme: Theme) -> "list[AbstractPathEffect]":
     """What keeps letters legible on points."""
     from matplotlib import patheffects
 
-    return [patheffects.withStroke(linewidth=3, foreground="white")]
+    return [patheffects.withStroke(linewidth=OUTLINE_PT, foreground=theme.paper)]
 
 
 def as_label(name: str, *, most: int = 32) -> str:
@@ -137,7 +198,7 @@ def title_of(method: str) -> str:
     return {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}.get(method, method)
 
 
-# --------------------------------------------------------------------------- maps
+# --------------------------------------------------------------------------- colours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +233,15 @@ def colors_of(
     return Colors(name, groups=_groups(values, ok))
 
 
-def column_of(opened: Embeddings, color: str) -> Sequence[Any] | store.Array | None:
+def column_of(
+    opened: Embeddings, color: str, *, key: str = "color"
+) -> Sequence[Any] | store.Array | None:
     """The column to colour by, or None for one colour.
+
+    Args:
+        opened: The embeddings.
+        color: Its name.
+        key: What asks for it, for the message.
 
     Raises:
         ConfigError: There is no such column.
@@ -185,8 +253,8 @@ def column_of(opened: Embeddings, color: str) -> Sequence[Any] | store.Array | N
     saved = {name: values for name, values in opened.outputs.items() if values.ndim == 1}
     columns: dict[str, Any] = {**saved, **opened.metadata}
     if color not in columns:
-        known = ", ".join(["label", "none", *columns])
-        raise ConfigError(f"color={color!r} is no column of {opened.path}; it has: {known}")
+        known = ", ".join(["label", *(["none"] if key == "color" else []), *columns])
+        raise ConfigError(f"{key}={color!r} is no column of {opened.path}; it has: {known}")
     column: Sequence[Any] | store.Array = columns[color]
     return column
 
@@ -224,159 +292,6 @@ def natural(name: str) -> tuple[list[str | int], str]:
     """Sorts 2 before 10, also within a name."""
     parts = re.split(r"([0-9]{1,18})", name)
     return [int(part) if i % 2 else part.casefold() for i, part in enumerate(parts)], name
-
-
-class Panel(NamedTuple):
-    """A map in a figure of several.
-
-    Attributes:
-        title: Above it.
-        coords: Shape ``(n, m)``, NaN for rows that are not shown.
-        rows: Which of the N coloured rows these are.
-        frame: Coordinates that the panel must have room for, so that panels can be compared;
-            those of ``coords`` where not given.
-        axes: What each axis is; nothing where that says nothing.
-    """
-
-    title: str
-    coords: store.Array
-    rows: slice | store.Array = slice(None)
-    frame: store.Array | None = None
-    axes: Sequence[str] = ()
-
-
-def panels(
-    shown: Sequence[Panel], colors: Colors, *, across: int, title: str, needed_for: str
-) -> "Figure":
-    """Maps side by side in the same colours, with one legend.
-
-    Args:
-        shown: The maps, from left to right.
-        colors: Of the rows.
-        across: Panels in a line, at most.
-        title: Above all of them.
-        needed_for: What it is for, for the message.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-    """
-    across = min(len(shown), across)
-    down = math.ceil(len(shown) / across)
-    longest = max((len(as_label(name)) for name, _, _ in colors.groups or ()), default=0)
-    # Beside the panels a legend takes about 0.09 inch a letter.
-    size_in = (PANEL_IN * across + 0.7 + 0.09 * longest, PANEL_IN * down + 0.6)
-    figure = new_figure(size_in, layout="constrained", needed_for=needed_for)
-    scale = None
-    if colors.numbers is not None:
-        scale = color_scale(colors.numbers, missing=OTHER)
-        shades = scale.to_rgba(np.ma.masked_invalid(colors.numbers))
-    for number, panel in enumerate(shown, 1):
-        kind = "3d" if panel.coords.shape[1] >= 3 else "rectilinear"
-        axes = figure.add_subplot(down, across, number, projection=kind)
-        axes.set_title(panel.title, fontsize=10)
-        groups = colors.groups
-        if groups is not None:
-            groups = [(name, shade, mask[panel.rows]) for name, shade, mask in groups]
-        if panel.frame is not None:
-            _make_room(axes, panel.frame)
-        _panel(axes, panel.coords, groups, None if scale is None else shades[panel.rows])
-        for side, text in zip("xyz"[: panel.coords.shape[1]], panel.axes, strict=False):
-            getattr(axes, f"set_{side}label")(as_label(text), fontsize=9)
-    if scale is not None:
-        figure.colorbar(scale, ax=figure.axes, shrink=0.6, label=as_label(colors.name))
-    if colors.groups:
-        entries = [(name, shade) for name, shade, _ in colors.groups]
-        legend(figure, entries, title=None if colors.name == "label" else colors.name)
-    figure.suptitle(as_label(title, most=60 * across), x=0.01, ha="left", fontsize=11)
-    return figure
-
-
-def _make_room(axes: "Axes", coords: store.Array) -> None:
-    placed = coords[np.isfinite(coords).all(axis=1)]
-    if not len(placed) or coords.shape[1] == 1:
-        return
-    corners = np.array([placed.min(axis=0), placed.max(axis=0)])[:, :3]
-    if corners.shape[1] == 2:
-        axes.update_datalim(corners)
-    else:
-        axes.auto_scale_xyz(*corners.T)  # type: ignore[attr-defined]  # as set_zticks
-
-
-def _panel(
-    axes: "Axes",
-    coords: store.Array,
-    groups: Sequence[Group] | None,
-    colors: store.Array | None,
-) -> None:
-    coords = coords[:, :3]
-    if coords.shape[1] == 1:
-        coords = np.hstack([coords, np.zeros_like(coords)])  # on a line
-    placed = np.asarray(np.isfinite(coords).all(axis=1))
-    coords = np.where(placed[:, None], coords, 0).astype(np.float64)
-    n = int(placed.sum())
-    # Fewer points are drawn larger: about the same ink from 200 to 20,000 of them.
-    style: dict[str, Any] = {
-        "s": float(np.clip(9000 / max(n, 1), 2.0, 40.0)),
-        "linewidths": 0,
-        "alpha": 0.85 if n < 20_000 else 0.6,
-        "rasterized": True,
-    }
-    flat = coords.shape[1] == 2
-    axes.set_xticks([])
-    axes.set_yticks([])
-    if flat:
-        axes.set_aspect("equal", adjustable="datalim")
-        for side in ("top", "right", "bottom", "left"):
-            axes.spines[side].set_color("#cccccc")
-    else:
-        axes.set_zticks([])  # type: ignore[attr-defined]  # three-dimensional axes have it
-    if groups is None:
-        one = PALETTE[0] if colors is None else colors[placed]
-        axes.scatter(*coords[placed].T, color=one, **style)
-        return
-    for name, shade, members in reversed(groups):  # grey below
-        points = coords[members & placed]
-        axes.scatter(*points.T, color=shade, label=as_label(name), **style)
-    if flat:
-        _write_names(axes, coords, placed, groups)
-
-
-def _write_names(
-    axes: "Axes", coords: store.Array, placed: npt.NDArray[np.bool_], groups: Sequence[Group]
-) -> None:
-    """Write each class at its most central point, the largest first, where there is room."""
-    if not placed.any():
-        return
-    points_per_unit = PANEL_IN * 72 / max(float(np.ptp(coords[placed], axis=0).max()), 1e-30)
-    written: list[tuple[float, float, int]] = []
-    for name, shade, mask in sorted(groups, key=lambda group: -int(group[2].sum())):
-        members = coords[mask & placed]
-        if shade == OTHER or len(members) < NAMED_FROM:
-            continue
-        reach = np.ptp(np.percentile(members, [10, 90], axis=0), axis=0)
-        if reach.max() * points_per_unit < 13:  # the name would hide all of it
-            continue
-        sample = members[:: max(1, len(members) // 300)]
-        between = np.linalg.norm(sample[:, None] - sample[None, :], axis=2)
-        at = sample[np.median(between, axis=1).argmin()]
-        label = as_label(name, most=20)
-        x, y = (at * points_per_unit).tolist()
-        # A letter of this size is about 7 points wide and a line 13 high.
-        if any(
-            abs(x - x2) < 3.5 * (len(label) + length) and abs(y - y2) < 13
-            for x2, y2, length in written
-        ):
-            continue
-        written.append((x, y, len(label)))
-        axes.annotate(
-            label,
-            at,
-            ha="center",
-            va="center",
-            fontsize=10,
-            fontweight="bold",
-            path_effects=outline(),
-        )
 
 
 # --------------------------------------------------------------------------- sheets
@@ -440,13 +355,43 @@ def sheet(lines: Sequence[Sequence[Tile]], *, title: str) -> "Figure":
     return figure
 
 
-def _png(figure: "Figure") -> bytes:
+def _png(figure: "Figure", dpi: float = DPI) -> bytes:
+    return _written(figure, format="png", dpi=dpi, metadata={"Software": "embedx"})
+
+
+def _svg(figure: "Figure") -> bytes:
+    """Letters as letters, points as a picture, and nothing of the hour or of chance."""
+    import matplotlib
+
+    names = figure.findobj(lambda part: str(part.get_gid() or "").startswith(NAME))
+    effects = [(name, name.get_path_effects()) for name in names]
+    for name in names:  # matplotlib draws outlined letters as shapes
+        name.set_path_effects([])
+    try:
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "embedx"}):
+            metadata = {"Creator": "embedx", "Date": None}
+            data = _written(figure, format="svg", dpi=PRINT_DPI, metadata=metadata)
+    finally:
+        for name, effect in effects:
+            name.set_path_effects(effect)
+    from matplotlib.colors import to_hex
+
+    paper = to_hex(figure.get_facecolor())
+    outlined = f"paint-order: stroke; stroke: {paper}; stroke-width: {OUTLINE_PT}px; "
+    return re.sub(
+        rb'(<g id="%b\d+">\s*(?:<!--.*?-->\s*)?<text style=")' % NAME.encode(),
+        rb"\g<1>" + outlined.encode(),
+        data,
+    )
+
+
+def _written(figure: "Figure", **options: Any) -> bytes:
     import warnings
 
     data = io.BytesIO()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        figure.savefig(data, format="png", dpi=DPI, metadata={"Software": "embedx"})
+        figure.savefig(data, **options)
     missing = [w for w in caught if "missing from font" in str(w.message)]
     if missing:
         log.warning(
@@ -457,10 +402,17 @@ def _png(figure: "Figure") -> bytes:
     return data.getvalue()
 
 
-def save(figure: "Figure", path: Path) -> Path:
-    """Write a figure as PNG, the same bytes for the same figure.
+def save(figure: "Figure", path: Path, *, dpi: float = DPI) -> Path:
+    """Write a figure as PNG or SVG, the same bytes for the same figure.
+
+    Args:
+        figure: The figure.
+        path: Ends in ``.png`` or ``.svg``.
+        dpi: Of a PNG, lower where a side would be longer than 20,000 px.
 
     Raises:
         StoreError: The disk refused.
     """
-    return store.replace_file(path, _png(figure))
+    if path.suffix == ".svg":
+        return store.replace_file(path, _svg(figure))
+    return store.replace_file(path, _png(figure, min(dpi, PX_MOST / max(figure.get_size_inches()))))

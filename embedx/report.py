@@ -272,11 +272,18 @@ def _graphs(
                     "title": f"by {metric} distance in {layer}",
                     "k": k,
                     "indices": _numbers(found.indices, "<i4"),
-                    "distances": _numbers(found.distances, "<f4"),
+                    "distances": _numbers(_four_digits(found.distances), "<f4"),
                 }
             )
         graph_of[one.name] = numbers[layer, metric]
     return graphs, graph_of
+
+
+def _four_digits(values: Array) -> Array:
+    """What the page shows of them; the bits that it does not show do not compress."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded: Array = ((bits + 0x200) & 0xFFFFFC00).view(np.float32)
+    return rounded
 
 
 def _settings(opened: Embeddings, maps: Sequence[Projection]) -> list[list[str]]:

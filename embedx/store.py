@@ -224,23 +224,42 @@ def replace_file(path: Path, data: bytes | memoryview, *, disk: DiskIO = _DISK) 
         StoreError: The disk is full or the folder cannot be written; ``path`` is as it was (or,
             where only making its new name durable failed, holds all of ``data``).
     """
+    with replacing(path, n_bytes=len(data), disk=disk) as fd:
+        disk.write_all(fd, data, 0)
+    return path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, n_bytes: int | None = None, disk: DiskIO = _DISK) -> Iterator[int]:
+    """A file to fill that takes the name ``path`` when the block ends, and else leaves no trace.
+
+    Args:
+        path: The name; what has it is replaced.
+        n_bytes: How many bytes will come, for the message, where that is known.
+        disk: The calls that reach the disk.
+
+    Yields:
+        The descriptor of an empty file beside ``path``, open for writing.
+
+    Raises:
+        StoreError: The disk refused; ``path`` is as it was (or, where only making its new name
+            durable failed, is the new file).
+    """
     tmp: Path | None = None
+    made: list[Path] = []
     try:
-        disk.make_folder(path.parent)
+        made = disk.make_folder(path.parent)
         fd, tmp = _temporary(path)
         try:
-            disk.write_all(fd, data, 0)
+            yield fd
             disk.sync(fd)
         finally:
             os.close(fd)
         disk.rename(tmp, path)
     except OSError as error:
-        raise _disk_error(error, path, len(data)) from error
-    finally:
-        if tmp is not None:
-            with contextlib.suppress(OSError):
-                tmp.unlink()
-    return path
+        raise _disk_error(error, path, n_bytes) from error
+    finally:  # folders that the file now lies in are not empty, and stay
+        _remove_quietly(*([tmp] if tmp else []), *made)
 
 
 def _umask() -> int:
@@ -249,14 +268,15 @@ def _umask() -> int:
     return mask
 
 
-def _disk_error(error: OSError, path: Path, n_bytes: int) -> StoreError:
+def _disk_error(error: OSError, path: Path, n_bytes: int | None) -> StoreError:
     if isinstance(error, StoreError):
         return error
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         folder = next(p for p in [path.parent, *path.parent.parents] if p.exists())
         free = shutil.disk_usage(folder).free
+        needed = "more" if n_bytes is None else f"{math.ceil(n_bytes / 1e3):,} kB"
         return StoreError(
-            f"no disk space for {path}: it needs {math.ceil(n_bytes / 1e3):,} kB and {folder} has "
+            f"no disk space for {path}: it needs {needed} and {folder} has "
             f"{free // 1000:,} kB free; free some, or work in another place"
         )
     return StoreError(f"cannot write {path}: {error.strerror or error}; check the path")
@@ -324,11 +344,16 @@ def column_name(name: str) -> str:
     return f"metadata/{_safe_name(name)}"
 
 
+def layer_name(point: str) -> str:
+    """The path of a capture point's embeddings in the file."""
+    return f"embeddings/{_safe_name(point)}"
+
+
 def embeddings_field(
     point: str, *, n_features: int, dtype: np.dtype[Any], attrs: Mapping[str, Any]
 ) -> Field:
     """The dataset of one capture point."""
-    return Field(f"embeddings/{_safe_name(point)}", (n_features,), dtype, attrs)
+    return Field(layer_name(point), (n_features,), dtype, attrs)
 
 
 # --------------------------------------------------------------------------- locking
@@ -886,10 +911,14 @@ class Writer:
             ) from error
 
 
-PICTURE_MARK = b"Software\0embedx"
+PICTURE_MARKS = {".png": b"Software\0embedx", ".svg": b"<dc:title>embedx</dc:title>"}
 REPORT_MARK = b'<meta name="generator" content="embedx'
 EXPORT_CONFIG = "projector_config.pbtxt"
 EXPORT_MARK = "# Written by embedx; the next export to this folder replaces all of it.\n"
+EXPORT_EVENTS = "events.out.tfevents.0.embedx"  # without one TensorBoard passes over a sub-folder
+EXPORT_ROW = "embedx_row"  # the first column of a table: the row of the embeddings file, from 0
+EXPORT_PARENT = "embedx_parent"  # what a parquet file calls the id of the embeddings
+EXPORT_TABLES = ("atlas.parquet", "table.csv", "table.parquet", "embeddings.npz")
 
 
 def foreign_in_export(folder: Path) -> set[str]:
@@ -898,8 +927,31 @@ def foreign_in_export(folder: Path) -> set[str]:
     if (folder / EXPORT_CONFIG).is_file():
         text = (folder / EXPORT_CONFIG).read_text(encoding="utf-8", errors="replace")
         if text.startswith(EXPORT_MARK):
-            foreign -= {EXPORT_CONFIG, *re.findall(r'_path: "([^"]*)"', text)}
+            foreign -= {EXPORT_CONFIG, EXPORT_EVENTS, *re.findall(r'_path: "([^"]*)"', text)}
     return foreign
+
+
+def is_export_table(path: Path) -> bool:
+    """Whether a file is a table that an export of embedx wrote.
+
+    All have one first column, and a parquet file a word of its own, which does not stay in what a
+    user's program makes of it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not path.is_file():
+        return False
+    with path.open("rb") as opened:
+        head = opened.read(64)
+        if not head.startswith(b"PAR1"):
+            row = EXPORT_ROW.encode()
+            return head.startswith((row + b",", b"PK\3\4")) and row in head
+        # The words of a parquet file stand at its end, and the last eight bytes say where.
+        end = opened.seek(-8, os.SEEK_END)
+        length = int.from_bytes(opened.read(4), "little")
+        opened.seek(max(0, end - length))
+        return EXPORT_PARENT.encode() in opened.read(min(length, end))
 
 
 def remove_export(folder: Path) -> None:
@@ -922,10 +974,12 @@ def remove_derived(folder: Path, file_id: str) -> None:
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
             scores.unlink()
-    pictures = [
-        path for kind in ("map-", "maps", "variance-") for path in folder.glob(f"{kind}*.png")
+    marked = [
+        (path, mark)
+        for kind in ("map-", "maps", "variance-")
+        for suffix, mark in PICTURE_MARKS.items()
+        for path in folder.glob(f"{kind}*{suffix}")
     ]
-    marked = [(picture, PICTURE_MARK) for picture in pictures]
     for path, mark in [*marked, (folder / "report.html", REPORT_MARK)]:
         with contextlib.suppress(OSError), path.open("rb") as opened:
             if mark in opened.read(4096):
@@ -935,6 +989,10 @@ def remove_derived(folder: Path, file_id: str) -> None:
             for suffix in (".csv", ".png", ".json"):
                 findings.with_suffix(suffix).unlink(missing_ok=True)
     remove_export(folder / "projector")
+    for table in map(folder.joinpath, EXPORT_TABLES):
+        with contextlib.suppress(OSError):
+            if is_export_table(table):
+                table.unlink()
     for name in ("projections", "neighbors"):
         with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
             (folder / name).rmdir()

@@ -91,12 +91,15 @@ def figure(key: str, value: Any) -> str:
     return f"{value:.1f}" if key == "effective_rank" else f"{value:.3f}"
 
 
-def as_csv(table: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
+def as_csv(
+    table: Sequence[Mapping[str, Any]], columns: Sequence[str], *, head: bool = True
+) -> bytes:
     """Comma-separated values in UTF-8, where no text is a formula to a spreadsheet.
 
     Args:
         table: Rows; what a row has no value for is empty.
         columns: Keys of the rows, in their order.
+        head: Whether the names of the columns come first; False for further rows of a table.
     """
 
     def inert(value: Any) -> Any:
@@ -107,6 +110,7 @@ def as_csv(table: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
     data = io.StringIO()
     # A carriage return ends a row to most readers, and is quoted only with the line's own end.
     writer = csv.writer(data, lineterminator="\r\n")
-    writer.writerow(columns)
+    if head:
+        writer.writerow(map(inert, columns))
     writer.writerows([inert(row.get(column)) for column in columns] for row in table)
     return data.getvalue().encode("utf-8", "backslashreplace")

@@ -1,16 +1,20 @@
 """The stage ``view``: maps as pictures, and TensorBoard on this machine alone."""
 
+import contextlib
 import importlib.util
+import itertools
 import logging
+import math
 import os
 import re
 import socket
 import subprocess
 import sys
 import webbrowser
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,16 +23,20 @@ from embedx.checks import checked
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.figures import (
     PALETTE,
+    PRINT_DPI,
+    THEMES,
     Colors,
-    Panel,
     as_label,
     colors_of,
     column_of,
+    natural,
     new_figure,
-    panels,
     save,
+    themed,
     title_of,
 )
+from embedx.follow import follow as follow_run
+from embedx.panels import PANEL_IN, Mask, Panel, Points, is_shaded, panels
 from embedx.report import write_report
 from embedx.store import Array, Embeddings, Projection
 
@@ -38,6 +46,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("embedx")
 
 PANELS_ACROSS = 3
+FACETS_ACROSS, FACET_IN = 4, 3.2
+FACETS_MOST = 24
+INTERVALS = 8
 NEIGHBORHOOD = "neighborhood"
 
 
@@ -48,9 +59,14 @@ def view(
     viewer: Literal["map", "report", "tensorboard"] = "map",
     projections: Sequence[str] | None = None,
     color: str = "label",
+    points: Points = "auto",
+    facet: str | None = None,
+    theme: Literal["light", "dark"] = "light",
+    format: Literal["png", "svg"] = "png",
     out: str | os.PathLike[str] | None = None,
     open: bool = False,
     port: int = 6006,
+    follow: bool = False,
 ) -> "Figure | None":
     """Draw projections as pictures, or serve them with TensorBoard.
 
@@ -64,21 +80,37 @@ def view(
             saved, ``neighborhood`` for each point's own score (the share of its nearest rows that
             are near it in the map), or ``none``. Of more than ten classes the eight largest have a
             colour of their own and the others share grey; of more than ten numbers it is a scale.
-        out: Folder for the pictures, or of the export to serve; beside the embeddings where not
-            given.
+        points: ``dots``; ``density`` for shading, the fainter the fewer points; ``images`` for
+            thumbnails in place of points, as many as fit without touching. ``auto`` is dots for up
+            to 50,000 points, and density above.
+        facet: Column, as ``color`` takes them: one panel for each of its values, with the other
+            rows pale behind. More than 24 numbers are cut into eight intervals with about equally
+            many rows; of more than 24 classes the smallest share the last panel.
+        theme: ``light`` or ``dark`` paper.
+        format: ``png`` with 300 dots an inch, or ``svg``, where letters are letters and points are
+            a picture, so that a million of them stay small.
+        out: Folder for the pictures, or of the export to serve, or one above several exports, of
+            which each is a run; beside the embeddings where not given.
         open: Show the picture or the page on this machine's screen.
         port: For TensorBoard.
+        follow: Show an extraction while it runs, in the terminal: rows, failed rows, rate, and a
+            small map by PCA that fills up; no projection is needed.
 
     Returns:
         The figure with all projections, which a notebook shows; None after another viewer.
 
     Raises:
-        ConfigError: No such column, or the port is in use.
-        DataError: There is no projection, or no export to serve.
+        ConfigError: No such column, an option that the viewer does not have, or the port is in use.
+        DataError: There is no projection, no export to serve, or no thumbnails for images.
         DependencyError: The ``viz`` extra is not installed.
         StoreError: A file is missing or damaged, or there is no space.
     """
+    if follow:
+        _follow(embeddings, viewer=viewer)
+        return None
     opened = store.open(embeddings)
+    if viewer != "map":
+        _refuse_for_maps(viewer, points=points, facet=facet, theme=theme, format=format)
     if viewer == "tensorboard":
         _serve(Path(out) if out else opened.path.parent / "projector", port=port, show=open)
         return None
@@ -99,23 +131,48 @@ def view(
         colors = _neighborhoods(maps)
     else:
         colors = colors_of(column_of(opened, color), opened.ok, name=color)
-    # A picture in other colours is another picture.
-    suffix = "" if color == "label" else f"-{re.sub(r'[^A-Za-z0-9_.]', '_', color)}"
+    if points == "images" and opened.thumbnails is None:
+        raise DataError(
+            f"{opened.path} has no thumbnails, which points=images needs; make it again, with "
+            f"thumbnails=32 overwrite=true, by the command that this prints: python -m embedx info "
+            f"path={opened.path}"
+        )
+    facets = None if facet is None else _facets(opened, facet)
+    drawing = _Drawing(opened, maps, color, colors, facets, facet, points, theme)
     written = []
+    figures = []
     for number, projection in enumerate(maps):
-        path = folder / f"map-{projection.name}{suffix}.png"
-        written.append(save(_draw(opened, [projection], colors, first=number), path))
+        if is_shaded(points, projection.coords) and points == "auto":
+            log.info(
+                "%s: more than 50,000 points, drawn as shading; points=dots draws each",
+                projection.name,
+            )
+        figures.append(drawing.figure([number], told=projection.name))
+        path = folder / f"map-{projection.name}{drawing.suffix}.{format}"
+        written.append(save(figures[-1], path, dpi=PRINT_DPI))
         if (ratios := _ratios(projection)) is not None:
-            path = folder / f"variance-{projection.name}.png"
-            written.append(save(_draw_variance(projection, ratios), path))
-    together = _draw(opened, maps, colors)
+            path = folder / f"variance-{projection.name}{drawing.paper}.{format}"
+            written.append(save(_draw_variance(projection, ratios, theme), path, dpi=PRINT_DPI))
+    together = figures[0] if len(maps) == 1 else drawing.figure(range(len(maps)))
     if len(maps) > 1:
-        written.append(save(together, folder / f"maps{suffix}.png"))
+        path = folder / f"maps{drawing.suffix}.{format}"
+        written.append(save(together, path, dpi=PRINT_DPI))
     for path in written:
         log.info("wrote %s", path)
     if open:
         webbrowser.open(written[-1].resolve().as_uri())
     return together
+
+
+def _refuse_for_maps(viewer: str, **given: str | None) -> None:
+    """Refuse what only maps have use for."""
+    usual = {"points": "auto", "facet": None, "theme": "light", "format": "png"}
+    for key, value in given.items():
+        if value != usual[key]:
+            raise ConfigError(
+                f"{key}={value} is for viewer=map, and has no use beside viewer={viewer}; leave "
+                "one of them out"
+            )
 
 
 def _neighborhoods(maps: Sequence[Projection]) -> Colors:
@@ -132,27 +189,154 @@ def _neighborhoods(maps: Sequence[Projection]) -> Colors:
     return Colors("share of near rows kept", numbers=np.concatenate(numbers))
 
 
-def _draw(
-    opened: Embeddings, maps: Sequence[Projection], colors: Colors, *, first: int = 0
-) -> "Figure":
-    """Maps side by side; ``first`` is the number of the first of them among those coloured."""
-    about = f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}"
-    if str(opened.attrs.get("weights", "")).startswith("random"):
-        about = f"RANDOM weights, {about}"
-    layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
-    n = opened.n_rows
-    is_one_a_row = colors.numbers is None or len(colors.numbers) == n
-    shown = []
-    for number, projection in enumerate(maps, first):
-        coords, axes = projection.coords, []
-        if coords.shape[1] > 3:
-            coords = coords[:, :2]  # a hundred components have no picture, the largest two have
+class _Drawing(NamedTuple):
+    """What all pictures of a call have in common."""
+
+    opened: Embeddings
+    maps: Sequence[Projection]
+    color: str
+    colors: Colors
+    facets: Sequence[tuple[str, Mask]] | None
+    facet: str | None
+    points: Points
+    theme: str
+
+    @property
+    def paper(self) -> str:
+        return "" if self.theme == "light" else f"-on-{self.theme}"
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of files: a map drawn otherwise is another picture."""
+
+        def plain(name: str) -> str:
+            return re.sub(r"[^A-Za-z0-9_.]", "_", name)
+
+        color = "" if self.color == "label" else f"-{plain(self.color)}"
+        facet = "" if self.facet is None else f"-by-{plain(self.facet)}"
+        points = "" if self.points == "auto" else f"-as-{self.points}"
+        return f"{color}{facet}{points}{self.paper}"
+
+    def figure(self, numbers: Sequence[int], *, told: str | None = None) -> "Figure":
+        """Some of the maps side by side."""
+        opened = self.opened
+        about = f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}"
+        if str(opened.attrs.get("weights", "")).startswith("random"):
+            about = f"RANDOM weights, {about}"
+        maps = [self.maps[number] for number in numbers]
+        layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
+        title = f"{about}, layer {', '.join(layers)}"
+        if self.facets is not None:
+            title += f", by {self.facet}"
+            if len(maps) == 1:
+                title = f"{_title(maps[0], self.maps)}, {title}"
+        is_small = self.facets is not None and self.points != "images"
+        across = FACETS_ACROSS if is_small else PANELS_ACROSS
+        if self.facets is not None:
+            n = len(self.facets)
+            is_line_a_map = len(maps) > 1 and n <= 2 * across
+            across = n if is_line_a_map else math.ceil(n / math.ceil(n / across))
+        return panels(
+            [panel for number in numbers for panel in self._panels(number, maps)],
+            self.colors,
+            across=across,
+            title=title,
+            needed_for="view",
+            points=self.points,
+            theme=self.theme,
+            panel_in=FACET_IN if is_small else PANEL_IN,
+            named=self.facet != self.color,
+            told=told,
+        )
+
+    def _panels(self, number: int, maps: Sequence[Projection]) -> list[Panel]:
+        projection, n = self.maps[number], self.opened.n_rows
+        is_one_a_row = self.colors.numbers is None or len(self.colors.numbers) == n
+        axes: list[str] = []
         if (ratios := _ratios(projection)) is not None:
             axes = [f"PC{i} ({ratio:.1%})" for i, ratio in enumerate(ratios[:3], 1)]
-        rows = slice(None) if is_one_a_row else slice(number * n, (number + 1) * n)
-        shown.append(Panel(_title(projection, maps), coords, rows=rows, axes=axes))
-    title = f"{about}, layer {', '.join(layers)}"
-    return panels(shown, colors, across=PANELS_ACROSS, title=title, needed_for="view")
+        whole = Panel(
+            _title(projection, maps),
+            projection.coords,
+            rows=slice(None) if is_one_a_row else slice(number * n, (number + 1) * n),
+            axes=axes,
+            pictures=self.opened.thumbnails,
+        )
+        if self.facets is None:
+            return [whole]
+        placed = np.isfinite(projection.coords).all(axis=1)
+        shown = []
+        for value, mask in self.facets:
+            title = f"{as_label(value)} ({int((mask & placed).sum()):,})"
+            if len(maps) > 1:
+                title = f"{_title(projection, maps)}\n{title}"
+            shown.append(whole._replace(title=title, members=mask))
+        return shown
+
+
+def _facets(opened: Embeddings, facet: str) -> list[tuple[str, Mask]]:
+    """The values of a column in their order, and which good rows have them."""
+    column = column_of(opened, facet, key="facet")
+    if column is None:
+        what = "has no labels" if facet == "label" else f"has no column {facet!r}"
+        raise ConfigError(
+            f"{opened.path} {what} to make panels of; name another column, or leave facet out"
+        )
+    values = np.asarray(column)
+    finite = opened.ok.copy()
+    is_number = values.dtype.kind in "fiu"
+    if is_number:
+        finite &= np.isfinite(values)
+        distinct = np.unique(values[finite])
+        if len(distinct) > FACETS_MOST:
+            edges = np.unique(np.quantile(values[finite], np.linspace(0, 1, INTERVALS + 1)))
+            which = np.searchsorted(edges[1:-1], values, side="right")
+            parts = [finite & (which == i) for i in range(len(edges) - 1)]
+            ends = list(itertools.pairwise(_told_apart(edges)))
+            if values.dtype.kind != "f":
+                ends = [(str(values[part].min()), str(values[part].max())) for part in parts]
+            facets = [
+                (f"{low} to {high}", part) for (low, high), part in zip(ends, parts, strict=True)
+            ]
+        else:
+            facets = [(str(value), finite & (values == value)) for value in distinct]
+    else:
+        texts = values.astype(str)
+        finite &= texts != ""
+        counts = Counter(texts[finite].tolist())
+        names = sorted(counts, key=natural)
+        if len(names) > FACETS_MOST:
+            log.info(
+                "%s values of %s: the %s largest have a panel of their own",
+                len(names),
+                facet,
+                FACETS_MOST - 1,
+            )
+            common = {name for name, _ in counts.most_common(FACETS_MOST - 1)}
+            kept = [name for name in names if name in common]
+            rest = finite & ~np.isin(texts, kept)
+            facets = [(name, finite & (texts == name)) for name in kept]
+            facets.append((f"{len(names) - len(kept)} others", rest))
+        else:
+            facets = [(name, finite & (texts == name)) for name in names]
+    if (without := opened.ok & ~finite).any():
+        facets.append(("(none)", without))
+    if not facets:
+        raise DataError(f"every row of {opened.path} failed, and facet={facet} has nothing to show")
+    return facets
+
+
+def _told_apart(numbers: Array) -> list[str]:
+    """Different numbers with as few digits, three at least, as tell them apart."""
+    texts: list[str] = []
+    for digits in range(3, 18):
+        texts = [
+            np.format_float_positional(number, precision=digits, fractional=False, trim="-")
+            for number in numbers
+        ]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
 
 
 def _ratios(projection: Projection) -> Array | None:
@@ -163,22 +347,23 @@ def _ratios(projection: Projection) -> Array | None:
     return ratios if ((ratios >= 0) & (ratios <= 1)).all() else None
 
 
-def _draw_variance(projection: Projection, ratios: Array) -> "Figure":
+def _draw_variance(projection: Projection, ratios: Array, theme: str) -> "Figure":
     """How much of the variance the first components hold together."""
-    figure = new_figure((5.2, 3.6), layout="constrained", needed_for="view")
-    axes = figure.add_subplot()
-    held = np.concatenate([[0.0], np.cumsum(ratios)])
-    axes.plot(held, color=PALETTE[0])
-    for share in (0.5, 0.9, 0.99):
-        if held[-1] >= share:
-            n = int(np.argmax(held >= share))
-            axes.plot([n], [held[n]], "o", color=PALETTE[2])
-            axes.annotate(f" {n}: {share:.0%}", (n, held[n]), va="top", fontsize=9)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("components")
-    axes.set_ylabel("share of the variance")
-    axes.set_title(as_label(f"PCA of {projection.attrs['layer']}"), fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
+    with themed(THEMES[theme]):
+        figure = new_figure((5.2, 3.6), layout="constrained", needed_for="view")
+        axes = figure.add_subplot()
+        held = np.concatenate([[0.0], np.cumsum(ratios)])
+        axes.plot(held, color=PALETTE[0])
+        for share in (0.5, 0.9, 0.99):
+            if held[-1] >= share:
+                n = int(np.argmax(held >= share))
+                axes.plot([n], [held[n]], "o", color=PALETTE[1])
+                axes.annotate(f" {n}: {share:.0%}", (n, held[n]), va="top", fontsize=9)
+        axes.set_ylim(0, 1.02)
+        axes.set_xlabel("components")
+        axes.set_ylabel("share of the variance")
+        axes.set_title(as_label(f"PCA of {projection.attrs['layer']}"), fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -194,24 +379,39 @@ def _title(projection: Projection, maps: Sequence[Projection]) -> str:
     return as_label(title) + (f"  (trustworthiness {score:.3f})" if score is not None else "")
 
 
+def _follow(embeddings: str | os.PathLike[str] | Embeddings, *, viewer: str) -> None:
+    if viewer != "map":
+        raise ConfigError(f"follow=true shows a map in the terminal: leave out viewer={viewer}")
+    if isinstance(embeddings, Embeddings):
+        path = embeddings.path
+    else:
+        path = Path(embeddings)
+        path = path if path.suffix in (".h5", ".partial") else path / store.EMBEDDINGS_NAME
+    if path.suffix == ".partial":
+        path = path.with_suffix("")
+    with contextlib.suppress(KeyboardInterrupt):
+        follow_run(path)
+
+
 def _serve(folder: Path, *, port: int, show: bool) -> None:
     """Run TensorBoard on ``folder``, bound to this machine alone, until it is stopped."""
-    if not (folder / "projector_config.pbtxt").exists():
+    exports = [folder] if (folder / store.EXPORT_CONFIG).exists() else []
+    exports = exports or [path.parent for path in sorted(folder.rglob(store.EXPORT_CONFIG))]
+    if not exports:
         raise DataError(
             f"there is no export in {folder}; make it with: python -m embedx export "
             f"embeddings={folder.parent}"
         )
-    exported = (folder / "projector_config.pbtxt").stat().st_mtime
-    newer = [
-        p for p in (folder.parent / "projections").glob("*.h5") if p.stat().st_mtime > exported
-    ]
-    if newer:
-        log.warning(
-            "%s maps are newer than the export and not in it; to show them too: python -m embedx "
-            "export embeddings=%s",
-            len(newer),
-            folder.parent,
-        )
+    for export in exports:
+        exported = (export / store.EXPORT_CONFIG).stat().st_mtime
+        maps = (export.parent / "projections").glob("*.h5")
+        if n_newer := sum(path.stat().st_mtime > exported for path in maps):
+            log.warning(
+                "%s maps are newer than the export and not in it; to show them too: python -m "
+                "embedx export embeddings=%s",
+                n_newer,
+                export.parent,
+            )
     if importlib.util.find_spec("tensorboard") is None:
         raise missing_extra("tensorboard", extra="viz", needed_for="viewer=tensorboard")
     if not 1 <= port <= 65_535:

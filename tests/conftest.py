@@ -215,3 +215,34 @@ def projection_file(path: Path, name: str, coords: Array, **about: Any) -> Path:
             **about,
         },
     )
+
+
+def drawn_classes(figure: Any, panel: int = 0) -> dict[str, tuple[str, Array]]:
+    """By name of the class: its colour and the points of that colour, in the order of all axes.
+
+    Points are handed to matplotlib in an order drawn at random; here the first axis orders them.
+    """
+    from matplotlib.collections import Collection
+    from matplotlib.colors import to_hex
+
+    names = {
+        to_hex(handle.get_color()): text.get_text()
+        for box in figure.legends
+        for text, handle in zip(box.get_texts(), box.legend_handles, strict=True)
+    }
+    found: dict[str, list[Array]] = {}
+    for artist in figure.axes[panel].collections:
+        is_solid = hasattr(artist, "_offsets3d")
+        xy = np.stack(artist._offsets3d, axis=1) if is_solid else np.asarray(artist.get_offsets())
+        shades = Collection.get_facecolor(artist)  # that of three dimensions sorts by depth
+        for point, shade in zip(xy, np.broadcast_to(shades, (len(xy), 4)), strict=True):
+            found.setdefault(to_hex(shade), []).append(point)
+    return {
+        names.get(shade, ""): (shade, by_axes(np.array(points))) for shade, points in found.items()
+    }
+
+
+def by_axes(points: Array) -> Array:
+    """Points in the order of their first axis, then of the next."""
+    points = np.asarray(points, dtype=np.float64)
+    return points[np.lexsort(points.round(4).T[::-1])]

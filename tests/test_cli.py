@@ -295,7 +295,8 @@ MISTAKES = {
     ),
     "view embeddings=x viewer=webgl": (
         1,
-        r"ConfigError: viewer must be one of map, tensorboard, not 'webgl'; the nearest is .*",
+        r"ConfigError: viewer must be one of map, report, "
+        r"tensorboard, not 'webgl'; the nearest is .*",
     ),
     "view embeddings=x projections=umap": (
         1,

@@ -17,11 +17,9 @@ from embedx.figures import PALETTE
 from embedx.methods import Result
 from embedx.project import project
 from embedx.scores import cka, embedding_quality, knn_accuracy
-from tests.conftest import embeddings_file, projection_file
+from tests.conftest import by_axes, drawn_classes, embeddings_file, projection_file
 
 pytest.importorskip("matplotlib")
-from matplotlib.colors import to_hex
-
 Array = np.ndarray[Any, Any]
 LABELS = np.arange(60) % 3
 
@@ -47,14 +45,13 @@ def titles(found: Comparison) -> list[str]:
 
 
 def points(found: Comparison, panel: int) -> Array:
-    """All points of a panel in the order of the classes."""
-    assert found.figure is not None
-    drawn = {str(c.get_label()): c for c in found.figure.axes[panel].collections}
-    return np.concatenate([np.asarray(drawn[name].get_offsets()) for name in sorted(drawn)])
+    """All points of a panel, class by class."""
+    drawn = drawn_classes(found.figure, panel)
+    return np.concatenate([drawn[name][1] for name in sorted(drawn)])
 
 
-def by_class(coords: Array) -> Array:
-    return np.concatenate([coords[label == LABELS] for label in range(3)])
+def by_class(coords: Array, labels: Array = LABELS) -> Array:
+    return np.concatenate([by_axes(coords[label == labels]) for label in range(3)])
 
 
 def test_runs_are_ranked_by_scores_that_equal_those_computed_alone(tmp_path: Path) -> None:
@@ -155,7 +152,7 @@ def test_runs_that_share_some_samples_are_aligned_by_those(tmp_path: Path) -> No
     projection_file(one, "umap-000001", coords)
     projection_file(two, "umap-000001", flipped[order])
     found = compare([one, two], out=tmp_path / "out")
-    wanted = np.concatenate([coords[order][LABELS[order] == label] for label in range(3)])
+    wanted = by_class(coords[order], LABELS[order])
     np.testing.assert_allclose(points(found, 1), wanted, atol=1e-5)
     assert titles(found) == ["a", "b"]
 
@@ -172,12 +169,8 @@ def test_a_class_has_one_colour_in_all_runs_also_where_others_are_missing(tmp_pa
     found = compare(made, out=tmp_path / "out")
     assert found.figure is not None
     shades = [
-        {
-            str(c.get_label()): to_hex(c.get_facecolor()[0])
-            for c in axes.collections
-            if len(c.get_offsets())
-        }
-        for axes in found.figure.axes
+        {name: shade for name, (shade, _) in drawn_classes(found.figure, panel).items()}
+        for panel in range(2)
     ]
     assert shades == [
         {"ant": PALETTE[0], "bee": PALETTE[1]},
@@ -236,7 +229,7 @@ def test_every_epoch_of_a_recording_has_a_panel_of_the_same_frame(tmp_path: Path
     assert titles(found) == ["epoch 0", "epoch 1", "epoch 2"]
     for epoch in range(3):
         now = coords[epochs == epoch]
-        wanted = np.concatenate([now[LABELS[epochs == epoch] == label] for label in range(3)])
+        wanted = by_class(now, LABELS[epochs == epoch])
         np.testing.assert_allclose(points(found, epoch), wanted, atol=1e-5)
     assert found.figure is not None
     found.figure.draw_without_rendering()

@@ -438,6 +438,7 @@ def test_without_thumbnails_labels_and_projections_there_is_still_a_map(tmp_path
         "projector_config.pbtxt",
         "metadata.tsv",
         "1-pool.bin",
+        "events.out.tfevents.0.embedx",
     }
 
 
@@ -453,6 +454,44 @@ def test_each_layer_is_a_tensor_with_the_bookmarks_of_its_own_projections(tmp_pa
     assert [s["label"] for s in served.bookmarks("1-z_last____")] == ["UMAP umap-1"]
     assert [s["label"] for s in served.bookmarks("2-block.0")] == ["UMAP umap-2"]
     assert "bookmarksPath" not in served.entry("3-Block.0")
+
+
+def test_a_folder_above_several_exports_is_a_log_directory_with_a_run_for_each(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+
+    layers = {"pool": points_of(4), "block.0": points_of(4, 5, seed=1)}
+    runs = {"resnet18-digits": layers, "swin_t-digits": {"pool": points_of(6, seed=2)}}
+    for name, points in runs.items():
+        (tmp_path / name).mkdir()
+        path = embeddings_file(
+            tmp_path / name, points, labels=["a", "b"] * (len(points["pool"]) // 2)
+        )
+        export(path)
+    (tmp_path / "not exported").mkdir()
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
+    plugin = ProjectorPlugin(TBContext(logdir=str(tmp_path), data_provider=provider))
+    apps = plugin.get_plugin_apps()
+
+    def get(route: str, **words: str) -> bytes:
+        answer = Client(apps[route]).get(route, query_string=words)
+        assert answer.status_code == 200, answer.get_data(as_text=True)
+        return answer.get_data()
+
+    assert sorted(json.loads(get("/runs"))) == [f"{name}/projector" for name in sorted(runs)]
+    for name, points in runs.items():
+        run = f"{name}/projector"
+        config = json.loads(get("/info", run=run))["embeddings"]
+        assert [entry["tensorName"] for entry in config] == [
+            f"{i}-{point}" for i, point in enumerate(points, start=1)
+        ]
+        for entry, x in zip(config, points.values(), strict=True):
+            data = get("/tensor", run=run, name=entry["tensorName"], num_rows="1000")
+            np.testing.assert_array_equal(np.frombuffer(data, np.float32).reshape(x.shape), x)
 
 
 def test_the_page_opens_the_first_layer_though_other_names_sort_before_it(tmp_path: Path) -> None:
@@ -671,13 +710,14 @@ def test_an_exporter_may_be_any_function_with_options_of_its_own(tmp_path: Path)
     path = embeddings_file(tmp_path, {"pool": points_of(3)})
     projection_file(path, "umap-1", points_of(3, 2))
 
-    def list_it(embeddings: Any, projections: Any, folder: Path, *, suffix: str) -> Path:
-        target = folder.with_suffix(suffix)
+    def list_it(embeddings: Any, projections: Any, out: Path | None, *, suffix: str) -> Path:
+        target = (out or embeddings.path.parent / "beside").with_suffix(suffix)
         target.write_text(f"{embeddings.n_rows} {[p.name for p in projections]}")
         return target
 
     target = export(path, exporter=list_it, out=tmp_path / "list", suffix=".txt")
     assert target.read_text() == "3 ['umap-1']"
+    assert export(path, exporter=list_it, suffix=".txt") == tmp_path / "beside.txt"
 
 
 @pytest.mark.parametrize(

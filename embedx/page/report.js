@@ -177,6 +177,7 @@
   let deck = null;
   const radius = () => Math.min(6, Math.max(1.6, 160 / Math.sqrt(n))) * 2 ** (Math.max(0, eye.zoom - fitted().zoom) / 4);
 
+  const everyone = { length: n }; // the same object each time: another would be uploaded anew
   function layers() {
     const map = state.map;
     const points = (chosen, id, props) => new ScatterplotLayer({
@@ -185,7 +186,7 @@
     });
     const made = [new ScatterplotLayer({
       id: 'points',
-      data: { length: n },
+      data: everyone,
       pickable: true,
       radiusUnits: 'pixels',
       getPosition: (_, { index, target }) => place(map, index, target),
@@ -225,9 +226,11 @@
     if (deck) deck.setProps({ layers: layers(), views: [state.map.dims === 3 ? solid : flat], viewState: eye });
   }
   function look(next) {
+    const sizes = radius();
     eye = { ...eye, ...next };
     whole = false;
-    draw();
+    if (deck && radius() === sizes) deck.setProps({ viewState: eye });
+    else draw();
   }
   function fit() {
     eye = fitted();
