@@ -1,16 +1,13 @@
 """One HTML file that shows a run: its maps to walk in, its scores, its settings, what failed.
 
-The page is of three parts that this module puts together: its own markup, style and code
-(``page/``), deck.gl, which draws, from the package pydeck, and the data, compressed. It loads
-nothing from anywhere, and its policy lets nothing run but the two scripts whose hashes it names.
+The page is put together of its markup, style and code (``page/``) and the data, compressed. It
+loads nothing from anywhere, and its policy lets nothing run but the one script whose hash it names.
 """
 
 import base64
 import gzip
 import hashlib
 import html
-import importlib.metadata
-import importlib.util
 import io
 import json
 import logging
@@ -23,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from embedx import store
-from embedx.errors import missing_extra, short
+from embedx.errors import short
 from embedx.figures import (
     OTHER,
     PALETTE,
@@ -66,10 +63,9 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
     Raises:
         ConfigError: No such column.
         DataError: No row can be shown.
-        DependencyError: pydeck is not installed.
+        DependencyError: matplotlib is not installed.
         StoreError: There is no space.
     """
-    library = _library()
     if color != "neighborhood" or color in opened.metadata:
         column_of(opened, color)  # refuses what is not there
     rows, reasons = rows_to_show(opened, maps, most=ROWS_MOST, where="the report")
@@ -102,7 +98,7 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
         "other": OTHER,
         "ramp": _ramp(),
     }
-    script = (PAGE / "report.js").read_text("utf-8")
+    script = "".join((PAGE / name).read_text("utf-8") for name in ("plot.js", "report.js"))
     style = (PAGE / "report.css").read_text("utf-8")
     filled = {
         "title": html.escape(title),
@@ -114,12 +110,11 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
             for number, sheet in enumerate(sheets)
         ),
         "data": _packed(data),
-        "library": library,
         "script": script,
         "policy": "; ".join(
             [
                 "default-src 'none'",
-                f"script-src {_hash(library)} {_hash(script)}",
+                f"script-src {_hash(script)}",
                 f"style-src {_hash(style)}",
                 "img-src data: blob:",
                 "base-uri 'none'",
@@ -133,17 +128,6 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
 
 
 # --------------------------------------------------------------------------- the page
-
-
-def _library() -> str:
-    """The code of deck.gl as the package pydeck ships it."""
-    found = importlib.util.find_spec("pydeck")
-    if found is None or found.origin is None:
-        raise missing_extra("pydeck", extra="viz", needed_for="viewer=report")
-    code = (Path(found.origin).parent / "nbextension/static/index.js").read_text("utf-8")
-    # Within a script only these could end it or hide its end, and there they stand in texts.
-    code = code.replace("\r\n", "\n").replace("<!--", "<\\!--")
-    return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
 
 
 def _hash(text: str) -> str:
@@ -282,7 +266,7 @@ def _graphs(
 def _four_digits(values: Array) -> Array:
     """What the page shows of them; the bits that it does not show do not compress."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded: Array = ((bits + 0x200) & 0xFFFFFC00).view(np.float32)
+    rounded: Array = ((bits + 0x80) & 0xFFFFFF00).view(np.float32)
     return rounded
 
 

@@ -46,25 +46,31 @@ BROWSER_FLAGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A browser without a screen, driven by Selenium."""
-    if not CHROMIUM:
-        pytest.skip("no chromium is installed")
-    if not CHROMEDRIVER:
-        pytest.skip("no chromedriver is installed")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+def start_browser(profile: Path) -> Any:
+    """A browser without a screen, driven by Selenium; ``quit`` ends it."""
+    from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+    for flag in (*BROWSER_FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
+    driver.set_page_load_timeout(BROWSER_WAIT_S)
+    driver.set_script_timeout(BROWSER_WAIT_S)
+    return driver
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if not CHROMIUM:
+        pytest.skip("no chromium is installed")
+    if not CHROMEDRIVER:
+        pytest.skip("no chromedriver is installed")
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    driver = start_browser(tmp_path_factory.mktemp("profile"))
     try:
-        driver.set_page_load_timeout(BROWSER_WAIT_S)
-        driver.set_script_timeout(BROWSER_WAIT_S)
         yield driver
     finally:
         driver.quit()

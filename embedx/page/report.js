@@ -1,7 +1,5 @@
 // The report's own code. Text from data reaches the page as textContent alone, never as markup.
-'use strict';
 (async () => {
-  const { Deck, LineLayer, OrbitView, OrthographicView, ScatterplotLayer, TextLayer } = globalThis.deck;
   const at = (id) => document.getElementById(id);
   const make = (tag, text, attributes = {}) => {
     const made = document.createElement(tag);
@@ -99,7 +97,7 @@
   const columnOf = (name) => columnsToColor().find((c) => c.name === name) ?? null;
   const rgb = (hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
   const palette = data.palette.map(rgb);
-  const others = () => rgb(document.documentElement.classList.contains('dark') ? '#555b61' : data.other);
+  const others = () => rgb(isDark() ? '#555b61' : data.other);
   const ramp = data.ramp.map(rgb);
 
   // Classes by number of samples; those past the palette share grey, as in the pictures.
@@ -146,7 +144,7 @@
       shades[i * 4 + 3] = !shown[i] ? 0 : focus && !focus.has(i) ? 40 : n > 20000 ? 170 : 220;
     }
     version += 1;
-    draw();
+    plot?.paint(shades);
   }
   function range(column) {
     if (!column.range) {
@@ -159,87 +157,72 @@
   // ------------------------------------------------------------------ the map
 
   const calm = matchMedia('(prefers-reduced-motion: reduce)');
-  const flat = new OrthographicView({ id: 'map', flipY: false, controller: { keyboard: false } });
-  const solid = new OrbitView({ id: 'map', orbitAxis: 'Y', controller: { keyboard: false } });
   const stage = at('map');
-  const size = () => [stage.clientWidth || 300, stage.clientHeight || 300];
-  const fitted = () => {
-    const [width, height] = size();
+  const isDark = () => document.documentElement.classList.contains('dark');
+  let plot = null;
+  let whole = true; // all is shown, and shall be when the window changes
+  function fit() {
+    if (!plot) return;
+    const [width, height] = plot.size;
     const [x, y] = state.map.dims === 3 ? [125, 125] : state.map.half;
     const scale = Math.min((width - 40) / (2 * Math.max(x, 1)), (height - 40) / (2 * Math.max(y, 1)));
-    return {
-      target: [0, 0, 0], rotationX: 20, rotationOrbit: 30, minZoom: -4, maxZoom: 14,
-      zoom: Math.log2(Math.max(scale, 0.1)),
-    };
-  };
-  let eye = fitted();
-  let whole = true; // all is shown, and shall be when the window changes
-  let deck = null;
-  const radius = () => Math.min(6, Math.max(1.6, 160 / Math.sqrt(n))) * 2 ** (Math.max(0, eye.zoom - fitted().zoom) / 4);
+    plot.look({ x: 0, y: 0, zoom: Math.log2(Math.max(scale, 0.1)) });
+    fitted = plot.view.zoom;
+    whole = true;
+  }
+  let fitted = 0;
+  const radius = () => Math.min(6, Math.max(1.6, 160 / Math.sqrt(n))) * 2 ** (Math.max(0, plot.view.zoom - fitted) / 4);
 
-  const everyone = { length: n }; // the same object each time: another would be uploaded anew
-  function layers() {
-    const map = state.map;
-    const points = (chosen, id, props) => new ScatterplotLayer({
-      id, data: chosen, radiusUnits: 'pixels', getPosition: (i) => place(map, i), ...props,
-      updateTriggers: { getPosition: map.name },
-    });
-    const made = [new ScatterplotLayer({
-      id: 'points',
-      data: everyone,
-      pickable: true,
-      radiusUnits: 'pixels',
-      getPosition: (_, { index, target }) => place(map, index, target),
-      getFillColor: (_, { index }) => shades.subarray(index * 4, index * 4 + 4),
-      getRadius: (_, { index }) => (shown[index] ? 1 : 0),
-      radiusScale: radius(),
-      transitions: { getPosition: calm.matches || n > 60000 ? 0 : 700 },
-      updateTriggers: { getPosition: map.name, getFillColor: version, getRadius: version },
-    })];
-    const isDark = document.documentElement.classList.contains('dark');
-    const ink = isDark ? [255, 255, 255] : [20, 20, 20];
-    if (map.dims === 2 && state.named) {
-      made.push(new TextLayer({
-        id: 'names', data: names(), getPosition: ({ index }) => place(map, index), getText: ({ text }) => text,
-        getSize: 14, fontWeight: 700, fontFamily: 'system-ui, sans-serif', characterSet: 'auto',
-        getColor: ink, outlineWidth: 4, outlineColor: isDark ? [16, 18, 20, 255] : [255, 255, 255, 255],
-        fontSettings: { sdf: true, radius: 10 },
-        updateTriggers: { getPosition: [map.name, version], getText: version, getColor: isDark },
-      }));
-    }
+  // What stands above the points: the chosen one, its neighbours, the one under the mouse, names.
+  function above(context) {
+    const place = plot.placer();
+    const ink = isDark() ? '#ffffff' : '#141414';
+    const ring = (i, more, width, color) => {
+      context.beginPath();
+      context.arc(...place(i), radius() + more, 0, 2 * Math.PI);
+      context.lineWidth = width;
+      context.strokeStyle = color;
+      context.stroke();
+    };
     if (state.chosen >= 0) {
       const near = neighbors(state.chosen).map(({ index }) => index);
-      made.push(new LineLayer({
-        id: 'lines', data: near, getColor: [...ink, 110], getWidth: 1,
-        getSourcePosition: () => place(map, state.chosen), getTargetPosition: (i) => place(map, i),
-        updateTriggers: { getSourcePosition: [map.name, state.chosen], getTargetPosition: map.name },
-      }));
-      made.push(points(near, 'near', { filled: false, stroked: true, getLineColor: ink, lineWidthUnits: 'pixels', getLineWidth: 1.2, getRadius: radius() + 2.5, updateTriggers: { getPosition: map.name, getRadius: eye.zoom } }));
-      made.push(points([state.chosen], 'chosen', { filled: false, stroked: true, getLineColor: [220, 30, 30], lineWidthUnits: 'pixels', getLineWidth: 2.5, getRadius: radius() + 4.5, updateTriggers: { getPosition: [map.name, state.chosen], getRadius: eye.zoom } }));
+      context.globalAlpha = 0.45;
+      context.lineWidth = 1;
+      context.strokeStyle = ink;
+      for (const i of near) {
+        context.beginPath();
+        context.moveTo(...place(state.chosen));
+        context.lineTo(...place(i));
+        context.stroke();
+      }
+      context.globalAlpha = 1;
+      for (const i of near) ring(i, 2.5, 1.2, ink);
+      ring(state.chosen, 4.5, 2.5, '#dc1e1e');
     }
-    if (state.hover >= 0) {
-      made.push(points([state.hover], 'hover', { filled: false, stroked: true, getLineColor: ink, lineWidthUnits: 'pixels', getLineWidth: 1.8, getRadius: radius() + 2.5, updateTriggers: { getPosition: [map.name, state.hover], getRadius: eye.zoom } }));
+    if (state.hover >= 0) ring(state.hover, 2.5, 1.8, ink);
+    if (!state.named || state.map.dims === 3) return;
+    context.font = '700 14px system-ui, sans-serif';
+    context.textAlign = 'center';
+    context.textBaseline = 'middle';
+    context.lineJoin = 'round';
+    context.lineWidth = 4;
+    context.strokeStyle = isDark() ? '#101214' : '#ffffff';
+    context.fillStyle = ink;
+    for (const { index, text } of names()) {
+      context.strokeText(text, ...place(index));
+      context.fillText(text, ...place(index));
     }
-    return made;
   }
-  function draw() {
-    if (deck) deck.setProps({ layers: layers(), views: [state.map.dims === 3 ? solid : flat], viewState: eye });
-  }
-  function look(next) {
-    const sizes = radius();
-    eye = { ...eye, ...next };
-    whole = false;
-    if (deck && radius() === sizes) deck.setProps({ viewState: eye });
-    else draw();
-  }
-  function fit() {
-    eye = fitted();
-    whole = true;
-    draw();
-  }
+
   // Each class by name at its most central sample, where the classes are few enough to read.
   const NAMED_MOST = 24;
+  let named = { key: null, names: [] };
   function names() {
+    const key = `${state.map.name} ${version}`;
+    if (named.key !== key) named = { key, names: nameClasses() };
+    return named.names;
+  }
+  function nameClasses() {
     const column = columnOf(state.color);
     if (!column || column.kind !== 'class') return [];
     const { order, counts, shade } = classes(column);
@@ -267,27 +250,32 @@
       return { index: best, text: text.length > 24 ? `${text.slice(0, 23)}\u2026` : text };
     });
   }
-  const zoom = (by) => look({ zoom: Math.min(14, Math.max(-4, eye.zoom + by)) });
-
+  const draw = () => plot?.draw();
+  const places = new Map();
+  function go(map, milliseconds) {
+    if (!plot) return;
+    if (!places.has(map.name)) {
+      const made = new Float32Array(n * 3);
+      const target = [0, 0, 0];
+      for (let i = 0; i < n; i += 1) made.set(place(map, i, target), i * 3);
+      places.set(map.name, made);
+    }
+    plot.move(places.get(map.name), map.dims, milliseconds);
+  }
   function start() {
     try {
-      deck = new Deck({
-        parent: stage,
-        views: [state.map.dims === 3 ? solid : flat],
-        viewState: eye,
-        layers: [],
-        pickingRadius: 5,
-        onViewStateChange: ({ viewState }) => look(viewState),
-        onHover: ({ index, x, y }) => hover(index, x, y),
-        onClick: ({ index }) => choose(index),
-        onError: (error) => trouble(`The map cannot be drawn (${error.message}). The tables below still work.`),
-        getCursor: ({ isDragging, isHovering }) => (isDragging ? 'grabbing' : isHovering ? 'pointer' : 'grab'),
+      plot = new Plot(stage, n, {
+        over: hover,
+        clicked: choose,
+        drawn: above,
+        viewed: () => { whole = false; },
       });
+      plot.radius = radius;
     } catch (error) {
       trouble(`The map cannot be drawn (${error.message}). The tables below still work.`);
     }
   }
-  const screen = (i) => deck.getViewports()[0].project(place(state.map, i));
+  const screen = (i) => plot.place(i);
 
   function hover(index, x, y) {
     const tip = at('tip');
@@ -299,7 +287,7 @@
     }
     tip.hidden = i < 0;
     if (i < 0) return;
-    const [width, height] = size();
+    const [width, height] = plot.size;
     tip.style.left = `${Math.max(4, Math.min(x + 14, width - tip.offsetWidth - 6))}px`;
     tip.style.top = `${y + 18 + tip.offsetHeight > height ? Math.max(4, y - tip.offsetHeight - 12) : y + 18}px`;
   }
@@ -393,6 +381,7 @@
       radio.addEventListener('change', () => {
         const turned = map.dims === 3 !== (state.map.dims === 3);
         state.map = map;
+        go(map, calm.matches ? 0 : 700);
         if (turned || whole) fit();
         listColors();
         listLegend();
@@ -590,12 +579,11 @@
   sheet.addEventListener('pointerup', finish);
   sheet.addEventListener('pointercancel', finish);
   function within(shape) {
-    const viewport = deck.getViewports()[0];
-    const target = [0, 0, 0];
+    const placed = plot.placer();
     const found = [];
     for (let i = 0; i < n; i += 1) {
       if (!shown[i]) continue;
-      const [x, y] = viewport.project(place(state.map, i, target));
+      const [x, y] = placed(i);
       let odd = false;
       for (let a = 0, b = shape.length - 1; a < shape.length; b = a, a += 1) {
         const [x1, y1] = shape[a];
@@ -614,20 +602,15 @@
     at('names').setAttribute('aria-pressed', String(state.named));
     draw();
   });
-  at('zoom-in').addEventListener('click', () => zoom(0.7));
-  at('zoom-out').addEventListener('click', () => zoom(-0.7));
+  at('zoom-in').addEventListener('click', () => plot?.zoom(0.7));
+  at('zoom-out').addEventListener('click', () => plot?.zoom(-0.7));
   at('fit').addEventListener('click', fit);
   stage.addEventListener('keydown', (event) => {
-    const step = 40 / 2 ** eye.zoom;
-    const [x, y, z] = eye.target;
-    const ways = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] };
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key in ways) {
-      const [dx, dy] = ways[event.key];
-      if (state.map.dims === 3) look({ rotationOrbit: eye.rotationOrbit + dx * 8, rotationX: eye.rotationX + dy * 8 });
-      else look({ target: [x + dx * step, y + dy * step, z] });
-    } else if (event.key === '+' || event.key === '=') zoom(0.5);
-    else if (event.key === '-') zoom(-0.5);
+    const ways = { ArrowLeft: [40, 0], ArrowRight: [-40, 0], ArrowUp: [0, 40], ArrowDown: [0, -40] };
+    if (!plot || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key in ways) plot.pan(...ways[event.key]);
+    else if (event.key === '+' || event.key === '=') plot.zoom(0.5);
+    else if (event.key === '-') plot.zoom(-0.5);
     else if (event.key === '0') fit();
     else if (event.key.toLowerCase() === 'l') lassoOn(!state.lasso);
     else if (event.key === 'Enter') step_to_nearest();
@@ -643,16 +626,8 @@
   function step_to_nearest() {
     if (state.chosen < 0) {
       seen.clear();
-      const [width, height] = size();
-      let best = -1;
-      let least = Infinity;
-      for (let i = 0; i < n; i += 1) {
-        if (!shown[i]) continue;
-        const [x, y] = screen(i);
-        const far = (x - width / 2) ** 2 + (y - height / 2) ** 2;
-        if (far < least) [best, least] = [i, far];
-      }
-      choose(best);
+      const [width, height] = plot.size;
+      choose(plot.at(width / 2, height / 2, Infinity));
     } else {
       const next = neighbors(state.chosen).find(({ index }) => !seen.has(index) && shown[index]);
       if (next) choose(next.index);
@@ -701,9 +676,11 @@
 
   listMaps();
   start();
+  go(state.map, 0);
+  fit();
   const wantsDark = matchMedia('(prefers-color-scheme: dark)').matches;
   listColors();
   select([]);
   dark(wantsDark);
-  window.report = { data, state, choose, select, screen, look, csv, eye: () => eye, deck: () => deck };
+  window.report = { data, state, plot, choose, select, screen, csv };
 })();
