@@ -365,7 +365,8 @@
     const image = picture(i, 32);
     if (image) button.append(image);
     const label = data.columns.find((c) => c.name === 'label');
-    button.append(make('span', label ? `${textOf(label, i)} · ${data.ids[i]}` : data.ids[i], { class: 'name', title: data.ids[i] }));
+    const short = data.ids[i].split('/').pop() || data.ids[i];
+    button.append(make('span', label ? `${short} \u00b7 ${textOf(label, i)}` : short, { class: 'name', title: data.ids[i] }));
     button.addEventListener('click', () => choose(i));
     return button;
   }
