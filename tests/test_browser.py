@@ -3,6 +3,7 @@
 Screenshots of every view stay in the temporary folder of the test run.
 """
 
+import contextlib
 import dataclasses
 import io
 import socket
@@ -187,7 +188,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     )
 
 
-def serve(folder: Path, log: Path) -> tuple["subprocess.Popen[bytes]", str]:
+@contextlib.contextmanager
+def served(folder: Path, log: Path) -> Iterator[str]:
+    """The address of a TensorBoard over an export."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -198,7 +201,22 @@ def serve(folder: Path, log: Path) -> tuple["subprocess.Popen[bytes]", str]:
             stdout=output,
             stderr=output,
         )
-    return server, f"http://127.0.0.1:{port}"
+    address, end = f"http://127.0.0.1:{port}", time.monotonic() + WAIT_S
+    try:
+        while True:
+            try:
+                runs = f"{address}/data/plugin/projector/runs"
+                with urllib.request.urlopen(runs, timeout=10) as answer:
+                    assert answer.read() == b'["."]'
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert server.poll() is None, "tensorboard ended: see its log"
+                assert time.monotonic() < end, "tensorboard did not answer"
+                time.sleep(0.2)
+        yield address
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -207,31 +225,11 @@ def addresses(
 ) -> Iterator[dict[Path, str]]:
     """A TensorBoard over each export, until the module is done."""
     logs = tmp_path_factory.mktemp("tensorboard")
-    servers = []
-    try:
-        found = {}
-        for shown in (small, large):
-            server, address = serve(shown.folder, logs / f"{shown.n}.log")
-            servers.append(server)
-            found[shown.folder] = address
-        end = time.monotonic() + WAIT_S
-        for server, address in zip(servers, found.values(), strict=True):
-            while True:
-                try:
-                    with urllib.request.urlopen(
-                        f"{address}/data/plugin/projector/runs", timeout=10
-                    ) as answer:
-                        assert answer.read() == b'["."]'
-                    break
-                except (urllib.error.URLError, ConnectionError):
-                    assert server.poll() is None, "tensorboard ended: see its log"
-                    assert time.monotonic() < end, "tensorboard did not answer"
-                    time.sleep(0.2)
-        yield found
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
+    with contextlib.ExitStack() as stack:
+        yield {
+            shown.folder: stack.enter_context(served(shown.folder, logs / f"{shown.n}.log"))
+            for shown in (small, large)
+        }
 
 
 # Everything of the page lies below this element's shadow root.
@@ -451,3 +449,36 @@ def test_each_projection_is_a_tensor_that_shows_with_no_click(page: Page) -> Non
         np.testing.assert_allclose(spread[: coords.shape[1]], 2, atol=1e-5)
         assert drawn(*page.pixels(f"tensor-{name}"))
     assert page.logged_errors() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 20_000])
+def test_few_rows_and_many_are_shown_each_with_its_label_and_picture(
+    n: int, driver: Any, tmp_path: Path
+) -> None:
+    classes = np.arange(n) % 10
+    across = int(np.ceil(np.sqrt(n)))
+    turned = np.array([[1, 0.5], [-0.5, 1]])  # no axis of two rows without width
+    grid = (np.stack(np.divmod(np.arange(n), across), axis=1) @ turned).astype(np.float32)
+    labels = [f"class {c}" for c in classes]
+    folder = build(
+        tmp_path,
+        x=np.random.default_rng(0).normal(size=(n, 8)).astype(np.float32),
+        maps={"umap-1a2b3c": grid},
+        colors=COLORS[classes],
+        labels=labels,
+        metadata={},
+    )
+    shown = Shown(folder, {}, COLORS[classes], {"umap-1a2b3c": grid}, tmp_path)
+    with served(folder, tmp_path / "log") as address:
+        page = Page(driver, address, shown)
+        assert page.run(STATE)["n"].replace(",", "") == str(n)
+        found = page.run("return projector.dataSet.points.map((point) => point.metadata.label);")
+        assert found == labels
+        np.testing.assert_allclose(page.click_bookmark(0), as_drawn(grid), atol=1e-5)
+        pixels, inside = page.pixels("shown")
+        assert drawn(pixels, inside)
+        # Pictures of many rows lie on each other, of a few pixels each: a colour of one is near.
+        off = np.abs(pixels[:, :, None].astype(int) - COLORS.astype(int)).max(axis=3)
+        assert (off.min(axis=(1, 2)) <= 2).mean() > 0.9
+        assert page.logged_errors() == []
