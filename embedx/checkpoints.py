@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from embedx.errors import ModelError, first_line, listed
+from embedx.fingerprints import file_sha256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +26,30 @@ class Checkpoint:
         tensors: Dense, on the CPU, each of no more values than the file stores.
         notes: What else was in the file and is passed over.
         is_lightning: Lightning wrote it: beside the network it may hold metrics and losses.
+        path: The file; None where the tensors are of none.
+        sha256: Of the file, in hexadecimal.
+        written: What tells whether the file was written anew: inode, bytes, mtime in ns.
     """
 
     tensors: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
     is_lightning: bool = False
+    path: Path | None = None
+    sha256: str = ""
+    written: tuple[int, int, int] | None = None
+
+    def require_unchanged(self) -> None:
+        """Refuse a file that was written while it was read, hashed and copied into a network.
+
+        Tensors are mapped from the file, so that they change with it.
+
+        Raises:
+            ModelError: It was, as a training does with its latest.
+        """
+        if self.path is not None and _written(self.path) != self.written:
+            raise ModelError(
+                f"{self.path} was written anew while it was read; run again, or give a copy of it"
+            )
 
 
 _WRAPPINGS = ("state_dict", "model", "model_state_dict")
@@ -56,6 +76,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "is not there"
         raise ModelError(f"the checkpoint {path} {what}; check model.checkpoint")
+    written = _written(path)
+    try:
+        digest = file_sha256(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     loaded: Any = _read_tensors(path)
     beside: list[str] = []
     is_lightning = False
@@ -78,7 +103,15 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         notes.append(f"{path.name}: passed over {listed(beside)}, beside the state dict")
     if averaged := next((key for key in beside if key in _AVERAGED), None):
         notes.append(f"{path.name}: to take its averaged weights, save {averaged} alone")
-    return Checkpoint(dict(loaded), tuple(notes), is_lightning)
+    return Checkpoint(dict(loaded), tuple(notes), is_lightning, path, digest, written)
+
+
+def _written(path: Path) -> tuple[int, int, int] | None:
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _read_tensors(path: Path) -> Any:

@@ -1,14 +1,15 @@
-"""The arguments of stages against their type hints, strictly and in one line."""
+"""The arguments of stages against their type hints, strictly and in one line; exact numbers."""
 
 import functools
 import inspect
+import numbers
 import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from embedx.errors import ConfigError, nearest, short
+from embedx.errors import ConfigError, DataError, nearest, short
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -214,3 +215,21 @@ def _suggestion(hint: Any, value: Any) -> str:
     if is_number and "a text" in _in_words(hint):
         return f"; a number that is a text is quoted: '\"{value}\"'"
     return ""
+
+
+def require_exact(column: Iterable[Any], *, what: str) -> None:
+    """Refuse whole numbers that NumPy would round to make floats of all numbers of a list.
+
+    Args:
+        column: Numbers of which ``np.asarray`` makes floats.
+        what: What they are, for the message.
+
+    Raises:
+        DataError: One would be another number.
+    """
+    for value in column:
+        if isinstance(value, numbers.Integral) and int(float(value)) != value:
+            raise DataError(
+                f"{what} holds {value}, which among the others becomes the float "
+                f"{int(float(value))}; give numbers that one column of int64 or of float64 holds"
+            )

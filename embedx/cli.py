@@ -848,6 +848,9 @@ def _run_name(values: Mapping[str, Any]) -> str:
     default = OmegaConf.to_container(hydra.compose("extract", [f"model={model}", f"data={data}"]))
     assert isinstance(default, dict)
     usual = {key: default[key] for key in ROW_SETTINGS}
+    is_usual_size = values["batch_size"] == default["batch_size"]
+    if not is_usual_size and _foreign_code([values["model"], values["pooling"]]):
+        rows["batch_size"] = values["batch_size"]  # such code may see a batch as a whole
     if root := values["data"].get("root"):
         # The plain name belongs to the folder of that name right here; any other one is another.
         full = Path(root).expanduser().resolve()

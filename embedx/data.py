@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
+from embedx.checks import require_exact
 from embedx.errors import ConfigError, DataError
 
 Array = npt.NDArray[Any]
@@ -58,7 +59,8 @@ class Source:
         root: The folder that holds the items; None where there is none.
 
     Raises:
-        DataError: A label that is no index into its names, or a column that a file cannot hold.
+        DataError: An id that is no text, a label that is no index into its names, or a column that
+            a file cannot hold.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Source:
     root: Path | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ids, _RowNumbers):
+            _require_texts(self.ids, f"the ids of {self.name}")
         if self.labels is not None:
             labels, n_names = np.asarray(self.labels), len(self.label_names)
             if labels.shape != (len(self),) or labels.dtype.kind not in "iu":
@@ -91,10 +95,41 @@ class Source:
                     "give indices into these, -1 for none"
                 )
         for name, column in self.metadata.items():
+            _check_name(name, self.name)
             _check_column(f"the column {name!r} of {self.name}", column, n=len(self))
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether ``read`` is our own, of pictures in a folder: threads may then share it."""
+        return isinstance(self.read, _FileReader)
+
+
+def _require_texts(ids: Any, what: str) -> None:
+    odd = next((name for name in ids if not isinstance(name, str)), None)
+    if odd is not None:
+        raise DataError(
+            f"{what} are not all texts, such as {odd!r} ({type(odd).__name__}); give "
+            "ids=list(map(str, ids))"
+        )
+
+
+def _check_name(name: Any, source: str) -> None:
+    if not isinstance(name, str) or not name or "\0" in name or not _is_utf8(name):
+        raise DataError(
+            f"a column of {source} is called {name!r}; give a text of one or more characters in "
+            "UTF-8, without NUL"
+        )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair, as in the name of a file of other bytes
+        return False
+    return True
 
 
 def _check_column(what: str, column: Any, *, n: int) -> None:
@@ -111,6 +146,8 @@ def _check_column(what: str, column: Any, *, n: int) -> None:
     if is_mixed or not (is_texts or is_number):
         kind = "texts and numbers" if is_mixed else f"type {values.dtype}"
         raise DataError(f"{what} is of {kind}; give numbers of at most 64 bits, or texts")
+    if values.dtype.kind == "f" and not isinstance(column, np.ndarray):
+        require_exact(column, what=what)
 
 
 def _limited(n: int, limit: int | None) -> int:
@@ -320,7 +357,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     if label_names and unlabelled:
         note += f", {unlabelled:,} " + ("outside any class" if expression is None else "unlabelled")
     return Source(
-        name=top.resolve().name or "folder",
+        name=os.fsencode(top.resolve().name).decode(errors="backslashreplace") or "folder",
         ids=ids,
         read=_FileReader(str(top), tuple(ids), hashes),
         fingerprint=digest.hexdigest(),
@@ -472,6 +509,8 @@ def in_memory(
         raise DataError("data is empty; give at least one sample")
     kind = type(items).__name__.lower()
     values = _as_array(items)
+    if values is not None and values.dtype.hasobject:  # its bytes are addresses of its items
+        values = None
     found = _targets(items) if labels is None else None
     looked = None
     if values is None:
@@ -499,8 +538,8 @@ def in_memory(
     for what, given in (("labels", labels), ("ids", ids)):
         if given is not None and len(given) != n:
             raise DataError(f"data has {n} samples and {len(given)} {what}; give one each")
-    if ids is not None and not all(isinstance(name, str) for name in ids):
-        raise DataError("the ids are not all texts; give ids=list(map(str, ids))")
+    if ids is not None:
+        _require_texts(ids, "the ids")
     if ids is not None and len(set(ids)) != n:
         twice, count = Counter(ids).most_common(1)[0]
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
@@ -511,6 +550,11 @@ def in_memory(
             aloud.append(
                 f"-1 among the labels of {kind} is a class of that name; for none give texts, ''"
             )
+    if ids is None and (ids := _paths(items)) is None and _has_paths(items):
+        aloud.append(
+            f"{kind} has a __getitem__ of its own, whose items need not be those of its paths: the "
+            "ids are row numbers; ids= gives others"
+        )
     note = f"{kind}: {n:,} samples, "
     note += "labels in the items" if seen else f"{len(names) or 'no'} classes"
     hashes = None
@@ -519,12 +563,16 @@ def in_memory(
         note += f"; whether they changed is seen on {min(n, _DIGEST_ITEMS)} of them"
     else:
         assert values is not None
-        fingerprint, hashes = _hashed_rows(values)
+        fingerprint, hashes = _hashed_rows(values, _form(items, values))
     return Source(
         name=kind,
-        ids=list(ids) if ids is not None else _paths(items) or _RowNumbers(n),
+        ids=_RowNumbers(n) if ids is None else list(ids),
         read=_ItemReader(
-            items, gives_all=collate is not None, gives_label=bool(seen), n_names=len(names)
+            items,
+            hashes=hashes,
+            gives_all=collate is not None,
+            gives_label=bool(seen),
+            n_names=len(names),
         ),
         fingerprint=fingerprint,
         item_hashes=hashes,
@@ -540,6 +588,8 @@ def in_memory(
 
 def _check_usable(items: Any) -> None:
     kind = type(items).__name__
+    if getattr(items, "is_nested", False):  # which has no shape to ask for
+        raise DataError("data is a nested tensor; give a list of tensors, list(data.unbind())")
     if hasattr(items, "iloc") or (hasattr(items, "columns") and hasattr(items, "to_numpy")):
         raise DataError(f"data is a {kind}; give its values, data.to_numpy(), and its labels")
     if isinstance(items, Iterator):
@@ -579,8 +629,17 @@ class _RowNumbers(Sequence[str]):
         return str(found) if isinstance(found, int) else [str(i) for i in found]
 
 
+def _has_paths(items: Any) -> bool:
+    return isinstance(getattr(items, "samples", None), list) and hasattr(items, "root")
+
+
 def _paths(items: Any) -> list[str] | None:
-    """The paths of a Dataset of files, as ``ImageFolder`` keeps them, relative to its root."""
+    """The paths of a Dataset of files, as ``ImageFolder`` keeps them, relative to its root.
+
+    Only where its items are read by the code of torchvision: another may have another order.
+    """
+    if not str(getattr(type(items).__getitem__, "__module__", "")).startswith("torchvision."):
+        return None
     samples, root = getattr(items, "samples", None), getattr(items, "root", None)
     if not isinstance(samples, list) or len(samples) != len(items) or not isinstance(root, str):
         return None
@@ -697,6 +756,8 @@ def _require_labels_of_items(labels: Sequence[Any], looked: "Looked", kind: str)
     """
     for row, label in looked.labels.items():
         told = labels[row]
+        if hasattr(told, "item"):  # a number of NumPy or of torch
+            told = told.item()
         if isinstance(told, (int, float)) and told != label:
             raise DataError(
                 f"the label of row {row} of {kind} is {told} by its targets and {label} in its "
@@ -737,10 +798,15 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _hashed_rows(values: Array) -> tuple[str, Array]:
+def _form(item: Any, values: Array) -> str:
+    """The type of an array or tensor, also of one that NumPy does not have, such as bfloat16."""
+    return str(getattr(item, "dtype", values.dtype)).removeprefix("torch.")
+
+
+def _hashed_rows(values: Array, dtype: str) -> tuple[str, Array]:
     """SHA-256 of an array, and a hash of each of its rows."""
-    digest = hashlib.sha256(f"{values.shape} {values.dtype}".encode())
-    form = f"{values.shape[1:]} {values.dtype}".encode()
+    digest = hashlib.sha256(f"{values.shape} {dtype}".encode())
+    form = f"{values.shape[1:]} {dtype}".encode()
     hashes: list[Array] = []
     for block in _blocks(values):
         digest.update(block.tobytes())
@@ -828,6 +894,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     n = len(items)
     rows = sorted({round(j * (n - 1) / (_DIGEST_ITEMS - 1)) for j in range(_DIGEST_ITEMS)})
     drawn: list[bool] = []
+    together: list[bytes] = []
     with random_put_back():
         sample = {row: read(row) for row in rows}
         good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, Exception)}
@@ -839,7 +906,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
                     "one buffer again and again, and the collate_fn takes several at once; let "
                     "__getitem__ give a copy"
                 )
-            _require_order_kept(list(good.values()), collate)
+            together = _require_order_kept(list(good.values()), collate)
         is_unsteady = any(read(row)[1:] != sample[row][1:] for row in list(good)[:_READ_TWICE])
     labels = {}
     for row, raw in good.items():
@@ -852,6 +919,8 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         digest.update(f"{list(labels.values())}".encode())
     for _, item, entered in sample.values():
         digest.update(item + entered)
+    for slot in together:
+        digest.update(slot)
     return Looked(
         fingerprint=digest.hexdigest(),
         labels=labels,
@@ -862,17 +931,21 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     )
 
 
-def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]) -> list[bytes]:
     """Refuse a ``collate_fn`` with an order of its own, as some sort by length.
 
     Of a batch of one item twice and another once, the slots that are equal are looked at: whatever
     a batch is padded to, and whatever else the function does, they are those of the one item.
+
+    Returns:
+        A hash of each slot of these batches: what the function makes of several items.
 
     Raises:
         ConfigError: Other slots are.
     """
 
     def slots(*items: Any) -> list[bytes]:
+        seed_random(0)
         try:
             inputs = collated(collate(list(items)))
             parts = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
@@ -889,15 +962,18 @@ def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]
             return []
         return found
 
+    found = []
     for pair in itertools.pairwise(good):
         for one, other in (pair, pair[::-1]):
             first, second, third = slots(one, one, other) or [b""] * 3
+            found += [first, second, third]
             if first != second and third in (first, second):
                 raise ConfigError(
                     "the collate_fn of the DataLoader puts the samples of a batch in an order of "
                     "its own, so that rows could not be told whose they are; let it keep their "
                     "order"
                 )
+    return found
 
 
 def _update(digest: "hashlib._Hash", item: Any) -> None:
@@ -917,7 +993,10 @@ def _update(digest: "hashlib._Hash", item: Any) -> None:
         item = item if isinstance(item, (str, bytes, int, float)) else type(item).__qualname__
         digest.update(repr(item).encode("utf-8", "backslashreplace"))
         return
-    digest.update(f"{values.shape} {values.dtype}".encode())
+    if values.dtype.hasobject:  # the bytes would be addresses
+        _update(digest, values.tolist())
+        return
+    digest.update(f"{values.shape} {_form(item, values)}".encode())
     for block in _blocks(values.reshape(1) if values.ndim == 0 else values):
         digest.update(block.tobytes())
 
@@ -947,9 +1026,12 @@ def _as_array(value: Any) -> Array | None:
     if not hasattr(value, "detach"):  # torch is not imported to ask: tensors have it
         return None
     try:
-        tensor = value.detach().cpu()
-        if str(tensor.layout) != "torch.strided":
-            raise DataError("data is a sparse tensor; give data.to_dense()")
+        if str(value.layout) != "torch.strided" or value.is_nested:
+            kind = "nested" if value.is_nested else "sparse"
+            raise DataError(f"data is a {kind} tensor; give a dense one, such as data.to_dense()")
+        if value.is_quantized:
+            raise DataError("data is a quantized tensor; give data.dequantize()")
+        tensor = value.detach().cpu().resolve_conj().resolve_neg()
     except NotImplementedError:
         raise DataError(
             "data is a tensor without values (on meta); give one that has them"
@@ -1037,11 +1119,26 @@ def _input(raw: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class _ItemReader:
     items: Any
+    hashes: Array | None
     gives_all: bool
     gives_label: bool
     n_names: int
 
     def __call__(self, i: int) -> Any:
-        raw = self.items[i]
+        if self.hashes is None:
+            raw = self.items[i]
+        else:  # as of a file: another process may write a mapped array
+            rows = _copied(self.items[i : i + 1])
+            values = _as_array(rows)
+            assert values is not None
+            form = f"{values.shape[1:]} {_form(rows, values)}".encode()
+            if _hash(form + values.tobytes()) != self.hashes[i]:
+                raise DataError("it was changed after the run had listed it")
+            raw = rows[0]
         item = raw if self.gives_all else _input(raw)
         return (item, _label(raw, self.n_names)) if self.gives_label else item
+
+
+def _copied(rows: Any) -> Any:
+    """Rows of an array or tensor, sharing nothing with it."""
+    return rows.clone() if hasattr(rows, "clone") else np.array(rows)

@@ -46,10 +46,11 @@ from embedx.errors import (
     first_line,
     listed,
 )
+from embedx.fingerprints import code_sha256, value_sha256
 from embedx.models import Model, Preprocess
 from embedx.pooling import Function
 from embedx.progress import Progress
-from embedx.rows import Rows, not_finite
+from embedx.rows import Rows, not_finite, picture_size, token_mask
 from embedx.store import Array, Embeddings, Field, Status
 from embedx.threads import n_threads
 
@@ -257,9 +258,16 @@ class _Plan:
     on_error: str
     only_pictures: bool
 
+    @property
+    def has_own_pooling(self) -> bool:
+        return any(one.code for one in self.poolings)
+
     def identity(self) -> dict[str, Any]:
         """Everything that decides the rows, for the id of the file and to name a difference."""
         prepared = self.model.preprocess
+        # Other code may draw random numbers, or see the samples of a batch together.
+        is_known = fold.is_known(self.model.module) and not self.has_own_pooling
+        makes_batches = self.source.collate is not None
         return {
             "model": self.model.source,
             "weights_sha256": self.model.weights_sha256,
@@ -274,6 +282,7 @@ class _Plan:
             "dtype": self.dtype.name,
             "save_outputs": self.save_outputs,
             "thumbnails": self.thumbnails,
+            "batch_size": self.batch_size if makes_batches or not is_known else None,
             "rows": len(self.source),
             "items": self.source.fingerprint,
             "columns": _columns_sha256(self.source),
@@ -605,9 +614,12 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         self._side_px = plan.thumbnails
         self._batch_size = plan.batch_size
         self._first_row = first_row
+        # A random crop, say: drawn from the seed of its row, as what the data themselves draw.
+        prepares_alone = self._preprocess is None or not self._preprocess.is_own
+        self._is_seeded = plan.source.draws or not prepares_alone
         # Pillow decodes beside other threads. In a process of its own a worker has one processor,
-        # and a Dataset of the user's own need not stand two readers at once.
-        is_shared = plan.num_workers == 0 and plan.source.root is not None
+        # and code of the user's own need not stand two readers at once.
+        is_shared = plan.num_workers == 0 and plan.source.reads_files and prepares_alone
         self._n_threads = n_threads() if is_shared else 1
 
     def __len__(self) -> int:
@@ -669,7 +681,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         collate = self._source.collate
         label, miniature = None, None
         try:
-            if self._source.draws:
+            if self._is_seeded:
                 sources.seed_random(row)
             item = self._source.read(row)
             if self._source.labels_in_items:
@@ -683,6 +695,11 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             return _Item(prepared, is_pixels, label, miniature)
         except (ConfigError, ShapeError):
             raise
+        except MemoryError:  # the machine's fault, and another run may read it
+            raise DataError(
+                f"out of memory at row {row}, {self._source.ids[row]}; what was committed is kept: "
+                "run again to go on, with a smaller batch_size or less num_workers"
+            ) from None
         except Exception as error:
             return _Item(None, False, label, miniature, _reason(error))
 
@@ -747,7 +764,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
 
     def _stack_tensors(self, inputs: Mapping[int, Any], size: int, start: int) -> Tensor:
         first, example = next(iter(inputs.items()))
-        stacked = torch.zeros((size, *example.shape), dtype=example.dtype)
+        stacked = torch.zeros((size, *example.shape), dtype=example.dtype, device="cpu")
         for i, tensor in inputs.items():
             if not isinstance(tensor, Tensor):
                 raise ShapeError(
@@ -770,7 +787,20 @@ def _own_tensor(value: Any) -> Tensor:
     One that needs a gradient could not be sent from a worker.
     """
     sources.require_unmasked(value)
-    return torch.as_tensor(value).detach().clone()
+    if isinstance(value, np.ndarray):
+        # A copy of an array that may be read-only, turned round, or of the other byte order.
+        value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+        return torch.from_numpy(value)
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    for is_so, kind in (
+        (tensor.is_meta, "without values (on meta)"),
+        (tensor.is_nested, "nested"),
+        (tensor.is_quantized, "quantized"),
+        (tensor.layout != torch.strided, "sparse"),
+    ):
+        if is_so:
+            raise DataError(f"it is a tensor that is {kind}; give a dense one")
+    return tensor.detach().resolve_conj().resolve_neg().clone()
 
 
 def _form(tensor: Tensor) -> str:
@@ -873,7 +903,8 @@ def _run(
         stack.callback(lambda: writer.close() if writer else None)
         if plan.source.root is not None:  # before the threads that read: it is one for all
             stack.enter_context(sources.whole_pictures())
-        if plan.source.draws:
+        prepared = plan.model.preprocess
+        if plan.source.draws or (prepared is not None and prepared.is_own):
             stack.enter_context(sources.random_put_back())
         progress = stack.enter_context(Progress(n_rows, what="extract", done=first_row))
         forward = stack.enter_context(_forward(plan))
@@ -951,7 +982,7 @@ def _workers_said(n: int) -> Iterator[None]:
                 "too many open files; what was committed is kept: raise the limit with ulimit -n "
                 f"and run again to go on, or with less than num_workers={n}"
             ) from error
-        if "DataLoader worker" not in str(error):
+        if "DataLoader worker (pid" not in str(error):  # what it raised is in other words
             raise
         raise DataError(
             "a process that reads the data died, killed or out of memory; what was committed is "
@@ -962,7 +993,8 @@ def _workers_said(n: int) -> Iterator[None]:
 def _started(loader: "torch.utils.data.DataLoader[T]") -> Iterable[T]:
     """The batches, once the processes that read them are started."""
     try:
-        with warnings.catch_warnings():
+        # A loader draws its seed where torch makes tensors, which may be set to meta.
+        with warnings.catch_warnings(), torch.device("cpu"):
             warnings.filterwarnings("ignore", message="Got pickle error")  # torch's longer words
             return iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -1042,6 +1074,18 @@ def _forward(plan: _Plan) -> Iterator[Any]:
         )
 
         is_checked = False
+        # What is kept in the first pass may be a cache; what then changes may enter the rows.
+        kept: list[str] = []
+
+        def look_what_is_kept() -> None:
+            if len(kept) < 2 and not (is_known and not plan.has_own_pooling):
+                kept.append(_kept_sha256(plan, is_known=is_known))
+                if len(kept) == 2 and kept[0] != kept[1]:
+                    log.warning(
+                        "%s or its pooling keeps something from pass to pass; if that enters the "
+                        "rows, a run that was interrupted and goes on gives others",
+                        plan.model.name,
+                    )
 
         def forward(batch: _Batch) -> _Results:
             nonlocal is_checked
@@ -1055,7 +1099,12 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     inputs = prepared.normalize(inputs)
                 if is_known:
                     inputs = _channels_last(inputs)
-                rows.mask = _mask(batch.inputs, plan.device)
+                given = {} if isinstance(batch.inputs, Tensor) else batch.inputs
+                mask = token_mask(given, spellings=rows.spellings)
+                rows.mask = None if mask is None else mask.to(plan.device)
+                rows.picture = picture_size(
+                    [inputs] if isinstance(inputs, Tensor) else inputs.values()
+                )
                 _seed(batch.start, plan.device)
                 output = hooks.run_model(module, inputs, title=plan.model.name)
                 try:
@@ -1073,10 +1122,17 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     is_checked = True
                     if batch.size in _other_sizes(inputs) | rows.other_sizes:
                         _require_samples_first(plan, got, rows, inputs, n=batch.size)
+                look_what_is_kept()
             bad = {i: why for i, why in not_finite(arrays).items() if i not in batch.reasons}
             return _Results(arrays, attrs, bad)
 
         yield forward
+
+
+def _kept_sha256(plan: _Plan, *, is_known: bool) -> str:
+    """SHA-256 of what the code of the user's own holds, its weights aside."""
+    held = [value_sha256(one.function) for one in plan.poolings if one.code]
+    return "".join(held if is_known else [code_sha256(plan.model.module), *held])
 
 
 def _placed(inputs: Inputs, device: torch.device) -> Inputs:
@@ -1126,61 +1182,64 @@ def _require_samples_first(
     Raises:
         ShapeError: The first axis of what a layer gives is not that of the samples.
     """
-    few = min(2, n - 1)
-    if isinstance(inputs, Tensor):
-        inputs = inputs[:few]
-    else:
-        inputs = {name: tensor[:few] for name, tensor in inputs.items()}
-    rows.mask = None if rows.mask is None else rows.mask[:few]
-    # A model may be written for one size of batch alone; the last batch would then show it.
-    _seed(0, plan.device)
-    with contextlib.suppress(ModelError, LayerError):
-        hooks.run_model(plan.model.module, inputs, title=plan.model.name)
+    before = {point.name: got[point.name] for point in plan.points}
+
+    def run_again(rows_of: slice | list[int]) -> None:
+        # A copy: the model may work in place on what enters.
+        if isinstance(inputs, Tensor):
+            some: Inputs = inputs[rows_of].clone()
+        else:
+            some = {name: tensor[rows_of].clone() for name, tensor in inputs.items()}
+        rows.mask = None if mask is None else mask[rows_of]
+        _seed(0, plan.device)
+        hooks.run_model(plan.model.module, some, title=plan.model.name)
+
+    few, mask = min(2, n - 1), rows.mask
+    try:
+        run_again(slice(few))
         for point in plan.points:
             if len(got[point.name]) != few:
                 raise ShapeError(
                     f"layer {point.name} gives {tuple(got[point.name].shape)} for {few} samples "
                     f"after pooling, so its first axis is not that of the samples, though {n} long "
-                    f"for {n} of them; choose another layer, or where tokens come first "
-                    "pooling=function, such as lambda a: a.mean(0)"
+                    f"for {n} of them; {_SAMPLES_FIRST}"
                 )
-
-
-def _mask(inputs: Inputs, device: torch.device) -> Tensor | None:
-    """Which tokens are none of padding, in the spellings that libraries have for it.
-
-    Raises:
-        ShapeError: The mask is neither of 0 and 1 nor one that is added to attention.
-    """
-    if isinstance(inputs, Tensor):
-        return None
-    for name in ("attention_mask", "src_key_padding_mask", "key_padding_mask"):
-        if name in inputs:
-            mask = inputs[name]
-            break
-    else:
-        return None
-    is_padding = name != "attention_mask"
-    if mask.dtype != torch.bool and mask.numel():
-        lowest, highest = mask.min(), mask.max()
-        is_float = mask.is_floating_point()
-        if lowest < 0 or (is_float and (is_padding or highest == 0)):
-            # Added to attention: 0 for a token, and for padding what leaves nothing of it.
-            if not ((mask == 0) | (mask <= _LEAVES_NOTHING)).all():
+        return
+    except (ModelError, LayerError):
+        pass
+    # A model may be written for one size of batch alone: the samples in the other order then show
+    # whether the rows go with them.
+    backwards = list(range(n))[::-1]
+    with contextlib.suppress(ModelError, LayerError):
+        run_again(backwards)
+        for point in plan.points:
+            was, now = before[point.name], got[point.name]
+            if _is_near(now, was[backwards]):
+                continue
+            if not _is_near(now, was):
+                log.warning(
+                    "%s gives %s for %s samples, and whether its first axis is theirs could not be "
+                    "told: the model takes no other number of them",
+                    point.name,
+                    tuple(now.shape),
+                    n,
+                )
+            else:
                 raise ShapeError(
-                    f"{name} holds {float(lowest)} to {float(highest)}; give true and false, 1 and "
-                    f"0, or 0 for a token and {_LEAVES_NOTHING} or less for padding"
+                    f"layer {point.name} gives the same {tuple(now.shape)} for {n} samples in the "
+                    f"other order, so its first axis is not that of the samples; {_SAMPLES_FIRST}"
                 )
-            mask, is_padding = mask == 0, False
-        elif is_float and not ((mask == 0) | (mask == 1)).all():
-            raise ShapeError(
-                f"{name} holds {float(lowest)} to {float(highest)}; give true and false, or 1 and 0"
-            )
-    mask = mask.bool()
-    return (~mask if is_padding else mask).to(device)
 
 
-_LEAVES_NOTHING = -100  # exp of it, beside that of 0
+_SAMPLES_FIRST = (
+    "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"
+)
+
+
+def _is_near(rows: Tensor, others: Tensor) -> bool:
+    return rows.shape == others.shape and torch.allclose(
+        rows.double(), others.double(), rtol=1e-3, atol=1e-6, equal_nan=True
+    )
 
 
 def _logits(output: Any, model: str, size: int) -> Array:
@@ -1190,7 +1249,8 @@ def _logits(output: Any, model: str, size: int) -> Array:
             f"save_outputs keeps outputs of shape (n, classes), and {model} gives {what}; capture "
             "a layer instead, such as layers=[NAME:output.0]"
         )
-    logits: Array = output.float().cpu().numpy()
+    # A copy: it may be what entered, or a buffer that the next pass fills.
+    logits: Array = output.to("cpu", torch.float32, copy=True).numpy()
     return logits
 
 

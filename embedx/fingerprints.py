@@ -1,5 +1,6 @@
 """What tells files, weights and code apart: the same in every process, on every machine."""
 
+import contextvars
 import copyreg
 import dis
 import functools
@@ -7,7 +8,9 @@ import hashlib
 import os
 import re
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,10 +118,12 @@ def _hash(parts: Iterable[str | bytes | memoryview]) -> bytes:
 
 
 _PLAIN = frozenset([bool, int, float, complex, str, types.NoneType, types.EllipsisType])
-_DEEPEST = 100  # of values inside one another; a chain of objects would exhaust Python's stack
+_DEEPEST = 100  # of values inside one another; a longer chain, which would exhaust Python's stack,
+_PIECES_MOST = 10_000  # is read in pieces: so many, for one that makes its next link when asked
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WEIGHTS = ("_parameters", "_buffers", "training")
 # Lightning's trainer holds the data and the state of a training, and no pass reads it.
+_TENSORS = frozenset([Tensor, nn.Parameter, nn.Buffer])
 _PASSED_OVER = frozenset([*vars(nn.Module()), "_trainer"])
 
 
@@ -135,6 +140,7 @@ class _Reader:
         self._registered = registered
         self._open: dict[int, int] = {}
         self._done: dict[int, tuple[Any, bytes]] = {}  # the value too: ids are used again
+        self._deep: list[Any] = []
 
     def digest(self, value: Any) -> bytes:
         kind = type(value)
@@ -147,6 +153,7 @@ class _Reader:
         if id(value) in self._open:
             return _hash(["around", str(len(self._open) - self._open[id(value)])])
         if len(self._open) > _DEEPEST:
+            self._deep.append(value)
             return _hash(["deep", _name(kind)])
         self._open[id(value)] = len(self._open)
         try:
@@ -169,20 +176,42 @@ class _Reader:
             # Numbered in the order in which a process made them.
             yield re.sub(r"___torch_mangle_\d+\.", "", str(getattr(module, "code", "")))
             return
+        computed = {  # of the older weight_norm and spectral_norm, in every pass anew
+            getattr(hook, "name", None)
+            for hook in module._forward_pre_hooks.values()
+            if type(hook).__module__.startswith("torch.nn.utils.")
+        }
         for key, value in sorted(vars(module).items()):
-            if key not in _PASSED_OVER and not key.startswith("_torchdynamo"):
+            if key not in _PASSED_OVER | computed and not key.startswith("_torchdynamo"):
                 yield key
                 yield self.digest(value)
+        for key, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None and (type(tensor) not in _TENSORS or vars(tensor)):
+                yield key  # such as the scale of a quantized weight
+                yield self.digest(type(tensor))
+                yield self.digest(vars(tensor))
 
     def variables(self) -> list[str | bytes]:
-        """The global variables that the code read so far refers to, and those that these do."""
+        """What is left when all was read: the global variables that the code so far refers to, and
+        those that these do; and whatever lies too deep to have been read in its place.
+        """
         found: dict[tuple[int, str], list[str | bytes]] = {}
-        while waiting := [key for key in self._read if key not in found]:
+        deep: list[bytes] = []
+        while (waiting := [key for key in self._read if key not in found]) or self._deep:
             for key in waiting:
                 where, value = self._read[key]
-                found[key] = [f"{where}.{key[1]}", self.digest(_without_tensors(value))]
+                found[key] = [f"{where}.{key[1]}", self._variable(value)]
+            pieces, self._deep = self._deep, []
+            for value in pieces:
+                if id(value) not in self._done and len(deep) < _PIECES_MOST:
+                    deep.append(self.digest(value))
         settings = [parts for key, parts in found.items() if key not in self._written]
-        return [part for parts in sorted(settings, key=str) for part in parts]
+        return [part for parts in sorted(settings, key=str) for part in parts] + sorted(deep)
+
+    def _variable(self, value: Any) -> bytes:
+        if isinstance(value, types.ModuleType):  # its variables that are read count by themselves
+            return _hash([value.__name__])
+        return self.digest(_without_tensors(value))
 
     def hooks(self, hooks: Mapping[int, Any]) -> list[bytes]:
         """Those of others: ours only look. The keys are left out: they count within a process."""
@@ -218,6 +247,13 @@ class _Reader:
                 yield self.digest(value[key])
         elif isinstance(value, types.ModuleType):
             yield value.__name__
+            if not _is_package(value.__name__):  # what is read of it is not known
+                for key, member in sorted(vars(value).items()):
+                    if getattr(member, "__module__", None) == value.__name__:
+                        yield key
+                        yield self.digest(member)
+        elif (content := _content(value)) is not None:
+            yield self.digest(content)
         elif isinstance(value, types.CodeType):
             yield from (value.co_code, value.co_exceptiontable)
             yield self.digest((value.co_flags, value.co_argcount, value.co_kwonlyargcount))
@@ -244,12 +280,15 @@ class _Reader:
         elif not isinstance(value, (torch.fx.Graph, torch.device)):
             yield from self._object(value)
 
-    def _tensor(self, tensor: Tensor) -> Iterator[str | memoryview]:
+    def _tensor(self, tensor: Tensor) -> Iterator[str | bytes | memoryview]:
         yield f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             return
         dense = tensor.dequantize() if tensor.is_quantized else tensor
         yield _buffer(dense if dense.layout == torch.strided else dense.to_dense())
+        if type(tensor) not in _TENSORS or vars(tensor):
+            yield self.digest(type(tensor))
+            yield self.digest(vars(tensor))
 
     def _object(self, value: Any) -> Iterator[str | bytes]:
         """What pickle would keep of it: what it is made of without caches, locks and addresses."""
@@ -316,8 +355,11 @@ class _Reader:
         value = names[name]
         self._read[id(names), name] = names.get("__name__"), value
         if isinstance(value, types.ModuleType) and not _is_package(value.__name__):
-            for attribute in attributes:
-                self._keep(vars(value), attribute, attributes)
+            # By getattr any of them may be read.
+            every = list(vars(value)) if "getattr" in attributes else ()
+            for attribute in (*attributes, *every):
+                if not attribute.startswith("__"):
+                    self._keep(vars(value), attribute, attributes)
 
 
 # What a class statement leaves beside the members that were written in it.
@@ -337,6 +379,23 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+def _content(value: Any) -> list[Any] | None:
+    """What is in a value of Python's own that cannot be pickled; None for any other."""
+    if isinstance(value, weakref.ReferenceType):
+        return [value()]
+    if isinstance(value, types.MappingProxyType):
+        return [dict(value)]
+    if isinstance(value, threading.local):
+        return [vars(value)]
+    if isinstance(value, contextvars.ContextVar):
+        return [value.get(None)]
+    if isinstance(value, memoryview):
+        return [value.format, value.shape, value.tobytes()]
+    if isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):
+        return list(value)
+    return None
 
 
 def _without_tensors(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -75,8 +76,14 @@ def folded(module: nn.Module, points: Sequence[Point]) -> Iterator[int]:
         Jacob et al. 2018, arXiv:1712.05877, section 3.2.
     """
     modules = dict(module.named_modules())
+    # One that goes by two names would be replaced under one of them, and be called by the other.
+    names = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
     with contextlib.ExitStack() as stack:
-        pairs = [pair for pair in _pairs(module) if not _is_seen(pair, points)]
+        pairs = [
+            pair
+            for pair in _pairs(module)
+            if not _is_seen(pair, points) and all(names[id(modules[name])] == 1 for name in pair)
+        ]
         for conv_name, norm_name in pairs:
             conv, norm = modules[conv_name], modules[norm_name]
             fused = fuse_conv_bn_eval(conv, norm)

@@ -7,6 +7,7 @@ This is the only module that registers hooks. A point is written ``NAME[@CALL][:
 import contextlib
 import dataclasses
 import fnmatch
+import itertools
 import logging
 import random
 import re
@@ -217,8 +218,9 @@ _FAST_PATHS_OFF = _FastPathsOff()
 
 @dataclasses.dataclass
 class _Pass:
-    """What fired in the latest pass of a thread."""
+    """What fired in the latest pass of a thread, whose beginning was seen or not."""
 
+    has_begun: bool = False
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
@@ -228,13 +230,15 @@ class Capture(Mapping[str, Tensor]):
 
     A ``with`` block: hooks are set on entry and removed on exit, whatever happens in between.
     Reading a point that did not fire, or whose layer ran twice, raises LayerError. Where several
-    threads run the model, each reads what its own passes gave.
+    threads run the model, each reads what its own passes gave. What ``backward()`` runs again
+    (activation checkpointing) belongs to no pass.
 
     Args:
         module: The model.
         points: What to copy.
         reduce: Applied to each tensor inside the hook.
-        before_pass: Called at the beginning of each pass.
+        before_pass: Called at the beginning of each pass, with what enters the model by position
+            and by name.
         only_here: Passes of other threads than the one that makes this are let alone.
 
     Attributes:
@@ -249,7 +253,7 @@ class Capture(Mapping[str, Tensor]):
         points: Sequence[Point],
         *,
         reduce: Reduce | None = None,
-        before_pass: Callable[[], None] | None = None,
+        before_pass: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
         only_here: bool = False,
     ) -> None:
         self._module = module
@@ -259,7 +263,9 @@ class Capture(Mapping[str, Tensor]):
         self._thread = threading.get_ident() if only_here else None
         self._passes: dict[int, _Pass] = {}  # by the thread that ran them
         self._stack = contextlib.ExitStack()
+        self._handles: list[Any] = []
         self._active = False
+        self._is_reset = False
         self._watched: dict[str, Any] = {}
         self._gradients: dict[str, Tensor] = {}
         self.stops_early = False
@@ -273,19 +279,18 @@ class Capture(Mapping[str, Tensor]):
             return self
         modules = dict(self._module.named_modules())
 
-        # No bound method: copying the model (copy.deepcopy) would copy what it is bound to.
-        def begin_pass(called: nn.Module, args: Any) -> None:
-            if called is self._module:
-                self._begin_pass(called, args)
-
         with contextlib.ExitStack() as stack:
             # Fused attention skips the modules inside it, and with them their hooks.
             stack.enter_context(_FAST_PATHS_OFF)
-            begin = self._module.register_forward_pre_hook(_as_written(begin_pass), prepend=True)
+            begin = self._module.register_forward_pre_hook(
+                _as_written(self._begin_pass), prepend=True, with_kwargs=True
+            )
             stack.callback(begin.remove)
+            self._handles = []
             for layer in dict.fromkeys(point.layer for point in self._points.values()):
                 for handle in self._register(layer, modules[layer]):
                     stack.callback(handle.remove)
+                    self._handles.append(handle)
             self._stack = stack.pop_all()
         self._active = True
         return self
@@ -348,9 +353,12 @@ class Capture(Mapping[str, Tensor]):
             return self._gradients[name]
         point = self._points[name]
         latest = self._latest()
-        if name in latest.tensors and (point.call is not None or latest.calls[point.layer] == 1):
+        calls = latest.calls[point.layer]
+        # Later calls may be those of later passes, where no pass was seen to begin.
+        is_told = latest.has_begun or self._is_reset or calls == (point.call or 0) + 1
+        if name in latest.tensors and (calls == 1 if point.call is None else is_told):
             return latest.tensors[name]
-        raise self._explain(point, latest.calls[point.layer])
+        raise self._explain(point, calls, is_told=is_told)
 
     def __contains__(self, name: object) -> bool:
         return name in self._points or name in self._watched
@@ -361,15 +369,19 @@ class Capture(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._points) + len(self._watched)
 
-    def _begin_pass(self, module: nn.Module, args: Any) -> None:
-        if not self._is_watched() or _is_inner_call(module):
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A copy of a model (copy.deepcopy, as for an average of its weights) has our hooks too.
+        if module is not self._module or not self._is_watched() or _is_inner_call(module):
             return
+        for handle in self._handles:
+            _is_last(handle)
         if self._before_pass is not None:
-            self._before_pass()
-        self._passes[threading.get_ident()] = _Pass()
+            self._before_pass(args, kwargs)
+        self._passes[threading.get_ident()] = _Pass(has_begun=True)
 
     def _is_watched(self) -> bool:
-        return self._thread in (None, threading.get_ident())
+        in_backward = torch._C._current_graph_task_id() != -1
+        return not in_backward and self._thread in (None, threading.get_ident())
 
     def _own(self) -> _Pass:
         return self._passes.setdefault(threading.get_ident(), _Pass())
@@ -380,16 +392,17 @@ class Capture(Mapping[str, Tensor]):
         return self._passes.get(threading.get_ident(), passes[0] if len(passes) == 1 else _Pass())
 
     @property
-    def has_fired(self) -> bool:
-        """Whether a layer ran since the pass began, or since :meth:`reset`."""
-        return bool(self._latest().calls)
+    def calls(self) -> dict[str, int]:
+        """How often each layer ran since the pass began, or since :meth:`reset`; those that did."""
+        return dict(self._latest().calls)
 
     def reset(self) -> None:
         """Forget what fired, as the beginning of a pass does.
 
         A module whose ``training_step`` or the like is called, and not the module itself, has no
-        beginning of a pass that could be seen.
+        beginning of a pass that could be seen: call this before each, or calls go on being counted.
         """
+        self._is_reset = True
         latest = self._latest()
         latest.calls.clear()
         latest.tensors.clear()
@@ -399,10 +412,19 @@ class Capture(Mapping[str, Tensor]):
         inputs = [p for p in points if p.what == "input"]
         outputs = [p for p in points if p.what == "output"]
 
-        # A copy of a model (copy.deepcopy, as for an average of its weights) has our hooks too.
+        handles: list[Any] = []
+
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is not module or not self._is_watched():
                 return
+            # Where a method of the model is called, no pass has begun that would have done this.
+            for handle in handles[1:]:
+                _is_last(handle)
+            if inputs and not _is_last(handles[0]):
+                raise LayerError(
+                    f"a hook that may change what enters {layer} was set on it after the capture "
+                    "began; set it before, or call the model itself, not a method of it"
+                )
             self._own().calls[layer] += 1
             for point in inputs:
                 self._keep(point, _select_input(point, args, kwargs))
@@ -416,9 +438,11 @@ class Capture(Mapping[str, Tensor]):
             self._end_if_all_fired()
 
         # Other hooks may change what the layer takes in or gives out: ours sees the final value.
-        yield module.register_forward_pre_hook(_as_written(before), with_kwargs=True)
+        handles.append(module.register_forward_pre_hook(_as_written(before), with_kwargs=True))
+        yield handles[0]
         if outputs:
-            yield module.register_forward_hook(_as_written(after))
+            handles.append(module.register_forward_hook(_as_written(after)))
+            yield handles[1]
 
     def _end_if_all_fired(self) -> None:
         if self.stops_early and len(self._own().tensors) == len(self._points):
@@ -437,12 +461,19 @@ class Capture(Mapping[str, Tensor]):
             )
         kept = value.detach()
         if self._reduce is not None:
-            kept = self._reduce(point, kept)
+            with torch.no_grad():  # it may have parameters of its own
+                kept = self._reduce(point, kept).detach()
         if kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
             kept = kept.clone()  # the next layer may work in place on the original
         self._own().tensors[point.name] = kept
 
-    def _explain(self, point: Point, calls: int) -> LayerError:
+    def _explain(self, point: Point, calls: int, *, is_told: bool) -> LayerError:
+        if point.call is not None and calls > point.call and not is_told:
+            return LayerError(
+                f"{point.name}: {point.layer} ran {calls} times, and which calls are of one pass "
+                "is not seen where a method of the model is called; call reset() of the capture "
+                "before each pass"
+            )
         if point.call is not None and calls:
             return LayerError(
                 f"{point.name}: {point.layer} ran {calls} time(s) in this pass, so its calls are "
@@ -479,11 +510,42 @@ def _is_inner_call(module: nn.Module) -> bool:
 _CALL = nn.Module._call_impl.__code__
 
 
-def _as_written(hook: Callable[..., Any]) -> Callable[..., Any]:
+class _Hook:
+    """A function that a copy of the model has as well, and that no pickle of it can hold."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *given: Any) -> Any:
+        return self._function(*given)
+
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise LayerError(
+            "a model that is captured or recorded cannot be saved whole; save its state_dict(), or "
+            "do it within `with recorder.paused():` or after the capture"
+        )
+
+
+def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that torch does not compile, if it compiles; it would do so anew for every point."""
-    if "torch._dynamo" not in sys.modules:
-        return hook
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
+    if "torch._dynamo" in sys.modules:
+        function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return _Hook(function)
+
+
+def _is_last(handle: Any) -> bool:
+    """Whether no hook of another's comes after ours; from the next call on none does."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is None or handle.id not in hooks:  # the layer is gone, or its hooks are
+        return True
+    later = itertools.takewhile(lambda number: number != handle.id, reversed(hooks))
+    if all(getattr(hooks[number], "__module__", "") == __name__ for number in later):
+        return True
+    hooks.move_to_end(handle.id)
+    return False
 
 
 def _select_input(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -639,7 +701,7 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
             if buffer is not None
         ]
         parameters = [
-            (name, parameter, _first_slice(parameter))
+            (name, parameter, _sums(parameter))
             for name, parameter in module.named_parameters()
             if not nn.parameter.is_lazy(parameter)
         ]
@@ -689,7 +751,7 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
             changed = [
                 name
                 for name, parameter, value in parameters
-                if now.get(name) is not parameter or not _is_same(_first_slice(parameter), value)
+                if now.get(name) is not parameter or not _is_same(_sums(parameter), value)
             ]
             if changed:
                 log.warning(
@@ -700,9 +762,17 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
                 )
 
 
-def _first_slice(parameter: Tensor) -> Tensor:
-    """A copy of a part that shows whether all of it was changed; one of all would fill memory."""
-    return (parameter.detach()[:1] if parameter.ndim else parameter.detach()).clone()
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sums(parameter: Tensor) -> Tensor:
+    """Sums over the bits of each row, which show a change; a copy would fill memory."""
+    values = parameter.detach()
+    if values.layout != torch.strided or values.is_quantized or type(values) is not Tensor:
+        return (values[:1] if values.ndim else values).clone()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    bits = values.contiguous().view(_BITS[values.element_size()])
+    return bits.flatten(1).sum(1) if bits.ndim > 1 else bits.clone()
 
 
 @dataclasses.dataclass(frozen=True)

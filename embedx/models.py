@@ -17,7 +17,7 @@ from embedx import downloads, timm_models
 from embedx.checkpoints import Checkpoint, load_checkpoint, load_weights, without_prefix
 from embedx.checks import signature_of
 from embedx.errors import ConfigError, DependencyError, ModelError, missing_extra, nearest
-from embedx.fingerprints import code_sha256, file_sha256, state_sha256
+from embedx.fingerprints import code_sha256, state_sha256
 from embedx.preprocess import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -168,6 +168,7 @@ def _finish(
                     module = build(num_classes=n_classes)
                     notes += (f"{source}: a head of {n_classes} classes, as the checkpoint has",)
         load_weights(module, tensors, source=source, hint=hint)
+        weights.checkpoint.require_unchanged()
     return Model(
         module=module.eval(),
         weights=weights.words,
@@ -186,8 +187,8 @@ def _random(name: str, seed: int) -> _Weights:
 
 def _from_file(path: Path, words: str, *, license: str = "unknown", promised: str = "") -> _Weights:
     """Weights of a file, and a note where its hash does not begin as ``promised``."""
-    loaded = load_checkpoint(path)  # before it is hashed: it may not be a file
-    digest = file_sha256(path)
+    loaded = load_checkpoint(path)
+    digest = loaded.sha256
     note = f"{path} is not the file its name promises: its sha256 begins {digest[:8]}"
     notes = () if digest.startswith(promised) else (note,)
     return _Weights(words, digest, loaded, license=license, notes=notes)

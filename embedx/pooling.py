@@ -1,8 +1,10 @@
 """From the activation of a layer to one vector a sample."""
 
+import builtins
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from embedx.errors import ConfigError, ShapeError
 from embedx.fingerprints import value_sha256
 
-POOLING_REVISION = 2  # raised when a result changes; part of every file's id
+POOLING_REVISION = 3  # raised when a result changes; part of every file's id
 
 Function = Callable[..., Tensor]
 
@@ -170,7 +172,10 @@ def mean_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
     is_token = mask.bool().unsqueeze(2)
     # Padding may hold anything, NaN too, and 0 * NaN is NaN.
     kept = torch.where(is_token, activation, 0)
-    return kept.sum(1) / is_token.sum(1)
+    # A sum in half precision overflows long before a mean does.
+    wide = torch.promote_types(activation.dtype, torch.float32)
+    mean = kept.sum(1, dtype=wide) / is_token.sum(1)
+    return mean.to(activation.dtype) if activation.is_floating_point() else mean
 
 
 POOLINGS: dict[str, Function] = {
@@ -201,8 +206,21 @@ class Pooling:
     code: str = ""
 
     @property
+    def module(self) -> torch.nn.Module | None:
+        """The module whose call or method this is."""
+        held = getattr(self.function, "func", self.function)  # of a partial
+        held = getattr(held, "__self__", held)
+        return held if isinstance(held, torch.nn.Module) else None
+
+    @property
     def takes_mask(self) -> bool:
-        return self.function is not None and "mask" in inspect.signature(self.function).parameters
+        called = getattr(self.function, "func", self.function)
+        if isinstance(called, torch.nn.Module):  # whose call takes anything, and its forward not
+            called = called.forward
+        return called is not None and any(
+            one.name == "mask" or one.kind is inspect.Parameter.VAR_KEYWORD
+            for one in inspect.signature(called).parameters.values()
+        )
 
 
 def _expect(activation: Tensor, name: str, ndims: tuple[int, ...], form: str) -> None:
@@ -271,19 +289,40 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
-def _may_be_channels_last(activation: Tensor) -> bool:
-    """Whether it looks like ``(n, 7, 7, 768)``: to average its last two axes would be wrong."""
-    shape = tuple(activation.shape)
-    return len(shape) == 4 and shape[1] == shape[2] != shape[3]
+def _may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None = None) -> bool:
+    """Whether it looks like ``(n, 7, 7, 768)``: to average its last two axes would be wrong.
+
+    Args:
+        activation: What a layer gives.
+        picture: Height and width of what entered the network, in whose proportion maps are.
+    """
+    if activation.ndim != 4:
+        return False
+    _, first, second, last = (builtins.max(size, 1) for size in activation.shape)
+    if picture is None:
+        return first == second != last
+    if activation.stride(1) == 1 and activation.is_contiguous(memory_format=torch.channels_last):
+        return False  # so do convolutions lay out what they give: the second axis is the channels
+    proportion = math.log(picture[0] / picture[1])
+    off_first = abs(math.log(second / last) - proportion)
+    off_last = abs(math.log(first / second) - proportion)
+    return off_last <= off_first
 
 
-def choose(activation: Tensor, *, tokens: str | None = None, is_masked: bool = False) -> str:
+def choose(
+    activation: Tensor,
+    *,
+    tokens: str | None = None,
+    is_masked: bool = False,
+    picture: tuple[int, int] | None = None,
+) -> str:
     """The pooling that ``auto`` means for an activation.
 
     Args:
         activation: ``(n, d)``, ``(n, t, d)`` or ``(n, c, h, w)``.
         tokens: The pooling of the model's family for tokens, such as ``cls``.
         is_masked: Whether it is known which tokens are padding; the others are then averaged.
+        picture: Height and width of what entered the network; None where it is no picture.
 
     Raises:
         ShapeError: The shape could mean several things; the message lists the choices.
@@ -293,6 +332,10 @@ def choose(activation: Tensor, *, tokens: str | None = None, is_masked: bool = F
         return "none"
     if len(shape) == 3 and (tokens is not None or is_masked):
         return tokens or "mean_token"
-    if len(shape) == 4 and not _may_be_channels_last(activation):
+    may_be_last = _may_be_channels_last(activation, picture=picture)
+    if len(shape) == 4 and not may_be_last:
         return "gap"
-    raise ShapeError(f"pooling=auto cannot tell what {shape} means; choose {_choices(activation)}")
+    choices = "pooling=gap_last (of channels last) or pooling=gap (of channels first)"
+    if not may_be_last or _may_be_channels_last(activation):
+        choices = _choices(activation)
+    raise ShapeError(f"pooling=auto cannot tell what {shape} means; choose {choices}")

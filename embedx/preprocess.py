@@ -10,7 +10,7 @@ from torch import Tensor
 from embedx.errors import ConfigError, DataError
 from embedx.fingerprints import value_sha256
 
-PREPROCESS_REVISION = 3  # raised when pixels change; part of every file's id
+PREPROCESS_REVISION = 4  # raised when pixels change; part of every file's id
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 RESIZED_PIXELS_MOST = 64_000_000
@@ -23,7 +23,8 @@ class Preprocess:
     """From an upright RGB picture to what the network takes.
 
     The shorter side (of ``squash``, each side) is resized to ``resize_px``, the centre ``crop_px``
-    square is cut out, and the pixels are scaled to [0, 1], less ``mean``, over ``std``.
+    square is cut out, and the pixels are scaled to [0, 1], less ``mean``, over ``std``. A subclass
+    may draw random numbers in :meth:`pixels`: row i draws from seed i.
 
     Attributes:
         resize_px: Length of the shorter side after resizing.
@@ -74,12 +75,17 @@ class Preprocess:
         std = torch.tensor(self.std, device=pixels.device).view(1, 3, 1, 1)
         return pixels.float().div_(255).sub_(mean).div_(std)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a class of the user's own, which may draw random numbers."""
+        return type(self) is not Preprocess
+
     def config(self) -> dict[str, Any]:
         """Every setting, as it is stored in the file; of a subclass also a hash of its code."""
         settings: dict[str, Any] = {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(self).items()
         }
-        if type(self) is not Preprocess:
+        if self.is_own:
             settings |= {"class": type(self).__qualname__, "code": value_sha256(self)}
         return settings

@@ -3,6 +3,8 @@
 import atexit
 import contextlib
 import hashlib
+import inspect
+import json
 import logging
 import operator
 import os
@@ -17,10 +19,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from embedx import hooks, store
-from embedx.checks import checked
-from embedx.errors import ConfigError, DataError, StoreError, first_line
+from embedx.checks import checked, require_exact
+from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
 from embedx.pooling import Function, per_point
-from embedx.rows import Rows, not_finite
+from embedx.rows import Rows, not_finite, picture_size, token_mask
 from embedx.store import Array, Embeddings, Field, Status
 
 log = logging.getLogger("embedx")
@@ -28,6 +30,8 @@ log = logging.getLogger("embedx")
 PART_ROWS = 65_536
 _JOIN_BYTES = 2**24
 _REPLACES = "replaces"  # the id of the file that a recording was told to replace
+_RECORDING = "recording"  # what all parts of one recording have in common
+_FACTS = ("model", "weights", "source", "data")
 
 
 class Recorder:
@@ -41,7 +45,7 @@ class Recorder:
     or is killed, but for the batches of the last two seconds before a kill.
 
     Attributes:
-        path: The file to be.
+        path: The file to be, from the root on.
         n_rows: Rows recorded so far.
     """
 
@@ -73,14 +77,20 @@ class Recorder:
         self._n_parts = 0
         self._part_start = 0
         self._has_begun = False
+        self._calls: dict[str, int] | None = None  # of the layers, in a pass that nobody saw begin
+        self._square: dict[str, tuple[int, ...]] = {}  # points whose first two axes were as long
+        self._told_apart: set[str] = set()  # points for which they were not, in some batch
+        self._n_refused = 0
         self._n_paused = 0
         self._end = ""  # why no more is recorded
         self._failed = False
         self._pid = os.getpid()
         self._first = points[0].name
+        self._model = model
         self._got = hooks.Capture(
-            model, points, reduce=rows.reduce, before_pass=self._begin_pass
+            model, points, reduce=self._reduce, before_pass=self._begin_pass
         ).set()
+        self._got.reset()
         _OPEN.add(self)
 
     def __enter__(self) -> "Recorder":
@@ -108,20 +118,43 @@ class Recorder:
         with contextlib.suppress(Exception):
             self.close()
 
-    def _begin_pass(self) -> None:
-        if self._has_begun:
-            raise DataError(
-                "two forward passes without recorder.batch() between them: call it after each "
-                "pass, recorder.skip() after one that failed, or put passes that are not to be "
-                "recorded into `with recorder.paused():`"
-            )
-        if self._got.has_fired:
-            raise DataError(
-                "layers ran after recorder.batch() and outside of a forward pass of the model; if "
-                "loss.backward() runs them again (activation checkpointing), put it into `with "
-                "recorder.paused():`"
-            )
+    def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_of_parent:  # which may run the model as it likes, and records nothing here
+            return
+        with self._counting():
+            if self._has_begun:
+                raise DataError(
+                    "two forward passes without recorder.batch() between them: call it after each "
+                    "pass, recorder.skip() after one that failed, or put passes that are not to be "
+                    "recorded into `with recorder.paused():`"
+                )
+            if self._got.calls:
+                raise DataError(
+                    "layers ran after recorder.batch() and outside of a forward pass of the model; "
+                    "put what runs them into `with recorder.paused():`"
+                )
+            inputs = _by_name(self._model, args, kwargs)
+            self._rows.picture = picture_size(inputs.values())
+            if self._rows.mask_takers:
+                self._rows.mask = token_mask(inputs, spellings=self._rows.spellings)
         self._has_begun = True
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count what is refused: a loop that goes on from all errors is told of it at its end."""
+        try:
+            yield
+        except EmbedxError:
+            self._n_refused += 1
+            raise
+
+    def _reduce(self, point: hooks.Point, activation: Tensor) -> Tensor:
+        shape = tuple(activation.shape)
+        if len(shape) == 3 and shape[0] == shape[1]:
+            self._square[point.name] = shape
+        else:
+            self._told_apart.add(point.name)
+        return self._rows.reduce(point, activation)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,6 +171,7 @@ class Recorder:
     def skip(self) -> None:
         """Forget the forward pass that has just been, such as one that failed; its rows go."""
         self._has_begun = False
+        self._rows.mask = None
         self._got.reset()
 
     def batch(
@@ -162,18 +196,25 @@ class Recorder:
 
         Raises:
             DataError: There was no pass, a number of values that is not that of the samples, an id
-                that comes again, a value that cannot be stored, other columns than before, or the
-                recording has ended.
+                that comes again, a value that cannot be stored, other columns than before, layers
+                of a model that is not itself called that ran more or less often than for the first
+                batch, the recording has ended, or it is that of the process that this one was
+                forked of.
             LayerError: A layer did not fire, or ran twice.
             ShapeError: A layer gives no vector a sample.
             StoreError: The disk refused; the rows of earlier batches are kept.
         """
         if self._end:
             raise DataError(self._end)
-        if not (self._has_begun or self._got.has_fired):
-            raise DataError("recorder.batch() without a forward pass before it: call it after each")
+        if self._is_of_parent:
+            raise DataError(
+                f"this recording is that of process {self._pid}, of which this one, {os.getpid()}, "
+                "was forked after the first batch; record here with a recorder of its own, into "
+                "another folder"
+            )
         try:
-            arrays, attrs = self._arrays(ids, labels, epoch, columns)
+            with self._counting():
+                arrays, attrs = self._arrays(ids, labels, epoch, columns)
         finally:
             self.skip()
         bad = not_finite({k: a for k, a in arrays.items() if k.startswith("embeddings/")})
@@ -204,6 +245,8 @@ class Recorder:
         Raises:
             DataError: It does not fit itself, or what was stored before.
         """
+        if not (self._has_begun or self._got.calls):
+            raise DataError("recorder.batch() without a forward pass before it: call it after each")
         beside = {"ids": ids, "labels": labels, "epoch": epoch}
         given = sorted([*(name for name, value in beside.items() if value is not None), *columns])
         if self._given not in (None, given):
@@ -215,6 +258,7 @@ class Recorder:
         n = len(first) if first.ndim else 0
         names = self._names(ids, n, epoch)
         arrays, attrs = self._rows.arrays(self._got, n=n)
+        calls = None if self._has_begun else self._require_as_often()
         if epoch is not None:
             arrays[store.column_name("epoch")] = np.full(n, _whole(epoch), np.int64)
         for name, values in columns.items():
@@ -234,14 +278,45 @@ class Recorder:
         if ids is not None:
             self._remember(arrays["ids"], epoch)
         self._given = given
+        self._calls = self._calls or calls
         self._like = self._like or {name: array[:0].copy() for name, array in arrays.items()}
         return arrays, attrs
+
+    def _require_as_often(self) -> dict[str, int]:
+        """How often each layer ran since the last batch, where no pass of the model began.
+
+        Raises:
+            DataError: It was another number for the first batch: something else ran, too, and
+                which of the calls of a layer is that of the batch is not known.
+        """
+        calls = self._got.calls
+        first = self._calls or calls
+        for layer in first | calls:
+            if calls.get(layer) != first.get(layer):
+                raise DataError(
+                    f"{layer} ran {calls.get(layer, 0)} time(s) for this batch and "
+                    f"{first.get(layer, 0)} for the first; put what else runs it into `with "
+                    "recorder.paused():`, or call recorder.skip() after it"
+                )
+        if self._calls is None and (often := [f"{k} {n} times" for k, n in calls.items() if n > 1]):
+            log.warning(
+                "before the first batch ran %s: all are taken for calls of one pass; where another "
+                "pass is among them, such as a validation, put it into recorder.paused()",
+                ", ".join(often),
+            )
+        if self._calls is None and (blind := self._rows.mask_takers):
+            log.warning(
+                "the pooling of %s counts padding as tokens, if there is any: a method of the "
+                "model is called, and an attention_mask is seen where the model itself is",
+                ", ".join(blind),
+            )
+        return calls
 
     def _names(self, ids: Any, n: int, epoch: Any) -> list[str]:
         if ids is None:
             names = [str(self.n_rows + i) for i in range(n)]
         else:
-            names = [str(name) for name in _in_order(ids)]
+            names = [str(name) for name in _plain("ids", _in_order(ids))]
             if len(names) != n:
                 raise DataError(
                     f"batch() got {len(names)} ids for {n} samples; give one each, or choose a "
@@ -274,7 +349,14 @@ class Recorder:
             self._attrs[_REPLACES] = _file_id(self.path)
         store.remove_parts(self.path)
         store.discard_partial(self.path)
+        self._attrs[_RECORDING] = uuid.uuid4().hex
+        self._pid = os.getpid()
         self._is_ours = True
+
+    @property
+    def _is_of_parent(self) -> bool:
+        """Whether this is a copy of a recorder at work, in a process forked of its own."""
+        return self._is_ours and self._pid != os.getpid()
 
     def _append(
         self, arrays: dict[str, Array], attrs: dict[str, Any], status: Array, bad: dict[int, str]
@@ -298,7 +380,7 @@ class Recorder:
                     fields=fields,
                     attrs={
                         **self._attrs,
-                        # A disk page of another recording is not taken for one of this.
+                        # A disk page of another part is not taken for one of this.
                         "id": uuid.uuid4().hex,
                         "first_row": self._part_start,
                     },
@@ -324,7 +406,7 @@ class Recorder:
 
     def close(self) -> None:
         """Take the hooks off and make what was recorded durable, without making the file."""
-        if self._pid != os.getpid():  # a process forked of the one that records
+        if self._is_of_parent:
             return
         self._end = self._end or "the recorder is closed; make another with embedx.record"
         self._got.remove()
@@ -351,6 +433,19 @@ class Recorder:
         if not self.n_rows:
             raise DataError(
                 "nothing was recorded: no forward pass was followed by recorder.batch()"
+            )
+        if self._n_refused:
+            log.warning(
+                "%s passes or batches were refused with an error that the loop went on from; they "
+                "are not recorded",
+                f"{self._n_refused:,}",
+            )
+        for name in self._square.keys() - self._told_apart:
+            log.warning(
+                "%s gave %s in every batch: its first axis was taken for that of the samples; if "
+                "it is that of tokens, record with a pooling such as lambda a: a.mean(0)",
+                name,
+                self._square[name],
             )
         return join(self.path.parent)
 
@@ -398,7 +493,8 @@ def record(
         model: The network; hooks are set at once and removed at the end.
         points: Capture points, as for :func:`embedx.extract`.
         out: Folder for ``embeddings.h5``.
-        pooling: As for :func:`embedx.extract`.
+        pooling: As for :func:`embedx.extract`; which tokens are padding is told by what the model
+            itself is called with.
         normalize: Scale each row to length 1 (L2).
         dtype: Of the stored numbers.
         label_names: Names that the labels count through.
@@ -419,7 +515,7 @@ def record(
         raise ConfigError(f"id_bytes must be 1 to {store.ID_BYTES_MAX}, not {id_bytes}")
     resolved = hooks.resolve_points(model, points)
     poolings = per_point(pooling, n_points=len(resolved))
-    path = Path(out) / store.EMBEDDINGS_NAME
+    path = Path(out).absolute() / store.EMBEDDINGS_NAME  # the loop may go to another folder
     store.require_idle(path)
     _require_free(path, overwrite=overwrite)
     if model.training:
@@ -457,9 +553,9 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
 
     Raises:
         InUseError: It is still being recorded.
-        StoreError: There is no recording, it has no rows, a part is missing or damaged, ``out``
-            holds a file or an extraction that it is not to replace, or there is no space; the
-            parts are kept until the file is whole.
+        StoreError: There is no recording, it has no rows, a part is missing, damaged or of another
+            recording, ``out`` holds a file or an extraction that it is not to replace, or there is
+            no space; the parts are kept until the file is whole.
     """
     path = Path(out) / store.EMBEDDINGS_NAME
     store.require_idle(path)
@@ -471,14 +567,8 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             f"{out} holds a recording of 0 rows: it was stopped before its first commit; record "
             f"again, or remove {store.parts_folder(path)}"
         )
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.checksums().tobytes())
-    file_id = digest.hexdigest()
+    file_id = _joined_id(parts)
     replaced = _file_id(path) if path.exists() else None
-    if replaced == file_id:  # killed when it was whole, and the parts were not removed yet
-        store.remove_parts(path)
-        return store.open(path)
     _require_replaceable(path, parts[0], file_id=file_id, replaced=replaced)
     ids = [name for part in parts for name in part.ids]
     metadata: dict[str, Any] = {
@@ -487,7 +577,6 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
     }
     if "epoch" in metadata:
         metadata = {"sample": [name.rpartition("#")[0] for name in ids], **metadata}
-    known = ("model", "weights", "source", "data")
     points = list(parts[0].embeddings)
     fields = [
         store.embeddings_field(
@@ -511,7 +600,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             path,
             ids=ids,
             fields=fields,
-            attrs={"id": file_id, **{key: parts[0].attrs[key] for key in known}},
+            attrs={"id": file_id, **{key: parts[0].attrs[key] for key in _FACTS}},
             labels=labels,
             label_names=names,
             metadata=metadata,
@@ -545,7 +634,8 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
                 )
             before += part.n_rows
         writer.require_own()
-        if replaced:
+        # What was made of an equal file is as good as new, unless that one's rows are damaged.
+        if replaced and (replaced != file_id or store.Embeddings(path).verify()):
             store.remove_derived(path.parent, replaced)
         writer.finish()
     store.remove_parts(path)
@@ -555,17 +645,40 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
     return opened
 
 
+def _joined_id(parts: Sequence[Embeddings]) -> str:
+    """A hash of all that the file of a recording holds."""
+    first = parts[0]
+    facts = {
+        "attrs": {key: first.attrs[key] for key in _FACTS},
+        "points": [
+            [point, rows.dtype.str, rows.shape[1], first.point_attrs[point]]
+            for point, rows in first.embeddings.items()
+        ],
+        "columns": {name: np.asarray(column).dtype.str for name, column in first.metadata.items()},
+        "labels": None if first.labels is None else first.label_names,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for part in parts:
+        digest.update(part.checksums().tobytes())
+    return digest.hexdigest()
+
+
 def _opened_parts(path: Path) -> list[Embeddings]:
     """The parts of a recording in order, each with its committed rows.
 
     Raises:
-        StoreError: One is missing or damaged.
+        StoreError: One is missing, damaged, or of another recording.
     """
     finals = [folder / path.name for folder in sorted(store.parts_folder(path).iterdir())]
     found = [part if part.exists() else store.partial_path(part) for part in finals]
     parts = [store.open(part) for part in found if part.exists()]
     first_row = 0
     for part in parts:
+        if part.attrs.get(_RECORDING) != parts[0].attrs.get(_RECORDING):
+            raise StoreError(
+                f"{part.path} is a part of another recording than {parts[0].path}; put those of "
+                f"one there, or remove {store.parts_folder(path)}"
+            )
         if part.attrs.get("first_row") != first_row:
             raise StoreError(
                 f"before {part.path} {part.attrs.get('first_row')} rows were recorded, and the "
@@ -605,7 +718,8 @@ def _require_replaceable(
 ) -> None:
     """Raise StoreError if joining would replace what the recording was not told to replace."""
     for there, other in (
-        (path, replaced is not None and part.attrs.get(_REPLACES) != replaced),
+        # An equal one is of this recording: it was killed before it removed the parts.
+        (path, replaced not in (None, file_id, part.attrs.get(_REPLACES))),
         (store.partial_path(path), _file_id(store.partial_path(path)) != file_id),
     ):
         if other and there.exists():
@@ -613,6 +727,31 @@ def _require_replaceable(
                 f"{there} was not there when the recording began, and joining would replace it; "
                 f"move it elsewhere, or remove {store.parts_folder(path)}"
             )
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What enters a model, by the names of its arguments; what it gets as one dict, by its keys."""
+    named: dict[str, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):  # the model will say what is wrong with them
+        named |= inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    for value in args:
+        if isinstance(value, Mapping):
+            named |= value
+    return named | kwargs
+
+
+def _plain(name: str, values: list[Any]) -> list[Any]:
+    """Numbers in place of tensors that hold one each.
+
+    Raises:
+        DataError: One is a tensor of more than that.
+    """
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim:
+            raise DataError(
+                f"{name} holds a tensor of shape {tuple(value.shape)}; give one number a sample"
+            )
+    return [value.item() if isinstance(value, Tensor) else value for value in values]
 
 
 def _in_order(ids: Any) -> list[Any]:
@@ -650,10 +789,21 @@ def _column_path(name: str, *, with_epoch: bool) -> str:
 
 def _array(name: str, values: Any, n: int) -> Array:
     """One number a sample."""
-    array = values.detach().cpu() if isinstance(values, Tensor) else values
-    array = np.asarray(array.float() if isinstance(array, Tensor) and _is_half(array) else array)
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.float() if _is_half(values) else values
+    elif isinstance(values, (list, tuple)):
+        values = _plain(name, list(values))
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{name} cannot be read as numbers ({first_line(error)}); give one number a sample"
+        ) from None
     if array.shape != (n,):
         raise DataError(f"{name} has shape {array.shape} for {n} samples; give one number a sample")
+    if isinstance(values, list) and array.dtype.kind == "f":
+        require_exact(values, what=name)
     if n and array.dtype.kind == "u" and array.max() >= 2**63:
         raise DataError(f"{name} must be less than 2**63, and is {array.max()}")
     return array

@@ -1,11 +1,13 @@
 """What capture points give in a pass, as rows of a file: pooled, in arrays, with their facts."""
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from embedx import hooks, pooling, store
 from embedx.errors import ShapeError
@@ -27,6 +29,8 @@ class Rows:
     Attributes:
         mask: Shape ``(n, t)``, which tokens of the pass at hand are none of padding; None where
             all are.
+        picture: Height and width of what entered the model; None where it is no picture.
+        spellings: What masks of floats have meant so far, for :func:`token_mask`.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class Rows:
         tokens: str | None = None,
     ) -> None:
         self.mask: Tensor | None = None
+        self.picture: tuple[int, int] | None = None
+        self.spellings: set[str] = set()
         self._points = list(points)
         self._poolings = dict(zip((p.name for p in points), poolings, strict=True))
         self._dtype = dtype
@@ -49,24 +55,48 @@ class Rows:
     def reduce(self, point: hooks.Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
 
+        A pooling of the user's own may work in place, fill one buffer again and again, or be a
+        module in train mode: it gets a copy, runs in eval mode, and what it gives is copied.
+
         Raises:
-            ShapeError: The pooling does not take its shape.
+            ShapeError: The pooling does not take its shape, or is not given or gives no dense
+                tensor.
         """
+        if activation.layout != torch.strided or activation.is_quantized or activation.is_nested:
+            raise ShapeError(
+                f"layer {point.name} gives a quantized, sparse or nested tensor; choose a layer "
+                "whose output is dense"
+            )
         if point.name not in self._shapes:
             self._settle(point, activation)
         chosen = self._poolings[point.name]
         assert chosen.function is not None
-        with_mask = {"mask": self.mask} if self.mask is not None and chosen.takes_mask else {}
+        is_own = chosen.code != ""
+        mask = self.mask if chosen.takes_mask else None
+        if is_own:
+            activation = activation.clone()
+            mask = None if mask is None else mask.clone()
+        with_mask = {} if mask is None else {"mask": mask}
         try:
-            return chosen.function(activation, **with_mask)
+            with _in_eval_mode(chosen.module):
+                pooled = chosen.function(activation, **with_mask)
         except ShapeError as error:
             raise ShapeError(f"layer {point.name}: {error}") from None
+        if not isinstance(pooled, Tensor):
+            raise ShapeError(
+                f"layer {point.name}: pooling={chosen.name} gives a {type(pooled).__name__}; let "
+                "it give a tensor (n, d)"
+            )
+        return pooled.clone() if is_own else pooled
 
     def _settle(self, point: hooks.Point, activation: Tensor) -> None:
         if self._poolings[point.name].name == "auto":
             try:
                 name = pooling.choose(
-                    activation, tokens=self._tokens, is_masked=self.mask is not None
+                    activation,
+                    tokens=self._tokens,
+                    is_masked=self.mask is not None,
+                    picture=self.picture,
                 )
             except ShapeError as error:
                 raise ShapeError(f"layer {point.name}: {error}") from None
@@ -74,6 +104,15 @@ class Rows:
             shape = ", ".join(map(str, activation.shape[1:]))
             log.info("pooling of %s: %s, from (n, %s)", point.name, name, shape)
         self._shapes[point.name] = tuple(activation.shape[1:])
+
+    @property
+    def mask_takers(self) -> list[str]:
+        """The points whose pooling wants to know which tokens are padding, or may want it yet."""
+        return [
+            name
+            for name, chosen in self._poolings.items()
+            if chosen.name == "auto" or chosen.takes_mask
+        ]
 
     @property
     def other_sizes(self) -> set[int]:
@@ -133,6 +172,19 @@ class Rows:
         return arrays, attrs
 
 
+@contextlib.contextmanager
+def _in_eval_mode(module: nn.Module | None) -> Iterator[None]:
+    """A pooling that is a module; it may have been put into another mode since the last pass."""
+    modes = [] if module is None else [(child, child.training) for child in module.modules()]
+    try:
+        for child, _ in modes:
+            child.training = False
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
 def _of_length_one(rows: Array) -> Array:
     """Rows over their lengths, which in float32 would overflow or vanish when squared."""
     wide = rows.astype(np.float64)
@@ -150,3 +202,66 @@ def not_finite(arrays: Mapping[str, Array]) -> dict[int, str]:
             for i in np.flatnonzero(~np.isfinite(array).all(axis=1)).tolist():
                 found[i] = f"NaN or Inf in {name.split('/')[-1]}"
     return found
+
+
+def picture_size(inputs: Iterable[Any]) -> tuple[int, int] | None:
+    """Height and width of what enters a model, if that is one ``(n, c, h, w)``."""
+    sizes = {
+        tuple(one.shape[2:])
+        for one in inputs
+        if isinstance(one, Tensor) and one.ndim == 4 and one.numel()
+    }
+    return next(iter(sizes)) if len(sizes) == 1 else None  # type: ignore[return-value]
+
+
+def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | None:
+    """Which tokens are none of padding, in the spellings that libraries have for it.
+
+    Args:
+        inputs: What enters a model, by the names of its arguments.
+        spellings: Those of the passes before, to which that of this one is added: floats that are
+            all zeros are none of padding if added to attention, and all of it if factors.
+
+    Returns:
+        Shape of the mask, such as ``(n, t)``, true for a token; None where there is no mask.
+
+    Raises:
+        ShapeError: The mask is neither of 0 and 1 nor one that is added to attention, or not the
+            same of these in all passes.
+    """
+    for name in ("attention_mask", "src_key_padding_mask", "key_padding_mask"):
+        if isinstance(mask := inputs.get(name), Tensor):
+            break
+    else:
+        return None
+    is_padding = name != "attention_mask"
+    if mask.dtype != torch.bool and mask.numel():
+        lowest, highest = mask.min(), mask.max()
+        is_float = mask.is_floating_point()
+        is_added = lowest < 0 or (
+            is_float and (is_padding or (highest == 0 and "1 and 0" not in spellings))
+        )
+        if is_float:
+            spellings.add("0 and less" if is_added else "1 and 0")
+        if len(spellings) > 1:
+            raise ShapeError(
+                f"{name} is of floats 1 and 0 in one batch, and of 0 and less, or of zeros alone, "
+                "in another; give true and false"
+            )
+        if is_added:
+            # Added to attention: 0 for a token, and for padding what leaves nothing of it.
+            if not ((mask == 0) | (mask <= _LEAVES_NOTHING)).all():
+                raise ShapeError(
+                    f"{name} holds {float(lowest)} to {float(highest)}; give true and false, 1 and "
+                    f"0, or 0 for a token and {_LEAVES_NOTHING} or less for padding"
+                )
+            mask, is_padding = mask == 0, False
+        elif is_float and not ((mask == 0) | (mask == 1)).all():
+            raise ShapeError(
+                f"{name} holds {float(lowest)} to {float(highest)}; give true and false, or 1 and 0"
+            )
+    # A copy: the model may change its own in place before the layer runs.
+    return mask == 0 if is_padding else mask != 0
+
+
+_LEAVES_NOTHING = -100  # exp of it, beside that of 0

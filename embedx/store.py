@@ -369,14 +369,13 @@ class _Lock:
     Such a lock does not hold within one process: that is what ``held`` is for.
     """
 
-    held: ClassVar[set[Path]] = set()
+    held: ClassVar[dict[Path, int]] = {}  # by which process: one forked of it has a copy of this
     _turn: ClassVar[threading.Lock] = threading.Lock()  # closing any file of it ends the lock
 
     def __init__(self, target: Path) -> None:
         self.path = target.with_name(target.name + ".lock")
         self._target = target
         self._fd = -1
-        self._pid = os.getpid()
 
     def acquire(self) -> None:
         if owner := self.take():
@@ -398,7 +397,7 @@ class _Lock:
 
     def _take(self, fcntl: Any) -> str:
         key = self.path.parent.resolve() / self.path.name
-        if key in self.held:
+        if self.held.get(key) == os.getpid():
             return _THIS_PROCESS
         while True:
             fd = _open_own(self.path, os.O_RDWR | os.O_CREAT)
@@ -421,21 +420,25 @@ class _Lock:
         self._fd = fd
         self._about = about
         self._key = key
-        self.held.add(key)
+        self._pid = self.held[key] = os.getpid()
         return ""
 
     @property
     def is_held(self) -> bool:
-        """Whether the lock still keeps others out: one that is removed by hand lets them in."""
-        return self._fd >= 0 and _is_name_of(self.path, self._about)
+        """Whether the lock still keeps others out: one that is removed by hand lets them in, and
+        so does that of the process that this one was forked of.
+        """
+        is_ours = self._fd >= 0 and self._pid == os.getpid()
+        return is_ours and _is_name_of(self.path, self._about)
 
     def release(self) -> None:
         with self._turn:
-            if self._fd < 0:
+            # That of the process we were forked of is not ours; to close its file here would end a
+            # lock of our own on it.
+            if self._fd < 0 or self._pid != os.getpid():
                 return
-            self.held.discard(self._key)
-            # Not that of another who took it meanwhile, nor that of the process we were forked of.
-            if self._pid == os.getpid() and self.is_held:
+            self.held.pop(self._key, None)
+            if self.is_held:  # else it is that of another who took it meanwhile
                 with contextlib.suppress(OSError):  # a disk gone read-only: it ends all the same
                     self.path.unlink()
             os.close(self._fd)
@@ -591,15 +594,15 @@ def _footer(checksum: int, regions: Sequence[tuple[int, int]]) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body)) + _FOOTER_MAGIC
 
 
-def _is_as_laid_out(fd: int) -> bool:
-    """Whether all that is not rows is as it was written; true of a file that has no footer.
+def _is_as_laid_out(fd: int) -> bool | None:
+    """Whether all that is not rows is as it was written; None of a file that has no footer.
 
     HDF5 trusts what it parses: a changed byte in it can end the process.
     """
     size = os.fstat(fd).st_size
     end = os.pread(fd, _FOOTER_BYTES, max(0, size - _FOOTER_BYTES))
     if end[-len(_FOOTER_MAGIC) :] != _FOOTER_MAGIC or len(end) < _FOOTER_BYTES:
-        return True
+        return None
     n_regions, checksum = _FOOTER.unpack_from(end)
     size -= _FOOTER_BYTES + n_regions * _REGION.size
     if size < 0:
@@ -1371,7 +1374,7 @@ def resume(
 
     Raises:
         StoreError: Another process writes it, it was begun with other settings (both values are
-            in the message), or its last commit does not check.
+            in the message), its last commit does not check, or another program wrote into it.
     """
     partial = partial_path(path)
     if not partial.exists():
@@ -1384,6 +1387,11 @@ def resume(
             return None
         with _reading(partial), _Skeleton(partial) as skeleton:
             attrs = skeleton.check_embeddings()
+            if skeleton.is_as_laid_out is None:
+                raise StoreError(
+                    f"{partial} has lost the checksum of its ids and layers: another program "
+                    "opened it for writing; start anew with overwrite=true"
+                )
             for key, value in (expected or {}).items():
                 if attrs.get(key) != value:
                     raise StoreError(
@@ -1467,7 +1475,8 @@ class _Skeleton:
             with contextlib.ExitStack() as stack:
                 try:
                     self._bytes = stack.enter_context(path.open("rb"))
-                    if not _is_as_laid_out(self._bytes.fileno()):
+                    self.is_as_laid_out = _is_as_laid_out(self._bytes.fileno())
+                    if self.is_as_laid_out is False:
                         raise self._foreign("bytes outside its rows have changed")
                     self._file = stack.enter_context(h5py.File(path, "r"))
                     named, about = path.stat(), os.fstat(self._bytes.fileno())
@@ -1786,6 +1795,8 @@ class Embeddings:
     def to_pandas(self) -> "pandas.DataFrame":
         """A frame with one row a sample, indexed by id: label, status, metadata, embeddings.
 
+        Metadata whose name another column has gets a name with ``_`` behind it, which is said.
+
         Raises:
             DependencyError: pandas is not installed.
         """
@@ -1799,10 +1810,19 @@ class Embeddings:
         if (labels := self.label_texts()) is not None:
             columns["label"] = labels
         columns["status"] = [Status(s).name.lower() for s in self.status]
-        columns.update(self.metadata)
-        for point, rows in self.embeddings.items():
-            columns.update({f"{point}[{i}]": rows[:, i] for i in range(rows.shape[1])})
-        return pandas.DataFrame(columns, index=pandas.Index(self.ids, name="id"))
+        features = {
+            f"{point}[{i}]": rows[:, i]
+            for point, rows in self.embeddings.items()
+            for i in range(rows.shape[1])
+        }
+        for name, values in self.metadata.items():
+            free = name
+            while free in columns or free in features:
+                free += "_"
+            if free != name:
+                log.info("the column %r is called %r: another one has that name", name, free)
+            columns[free] = values
+        return pandas.DataFrame(columns | features, index=pandas.Index(self.ids, name="id"))
 
     def checksums(self) -> Array:
         """Shape ``(n,)`` uint32: CRC-32 of everything that was streamed of each row."""

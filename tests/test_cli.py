@@ -378,6 +378,10 @@ def test_names_tell_settings_apart_and_a_done_run_is_recognised(
     assert re.fullmatch(r"mobilenet_v3_small-digits-[0-9a-f]{6}", limited)
     # What does not decide the rows does not enter the name.
     assert extract(*usual, "data.limit=12", "batch_size=5", "num_workers=1") == limited
+    # Code of one's own may see a batch as a whole.
+    own = ("model=own", "model._target_=torchvision.models.mobilenet_v3_small", "data.limit=2")
+    own = (*own, "model.input_size=64")
+    assert extract(*own, "batch_size=1") != extract(*own, "batch_size=2")
     assert extract(*usual, "data.limit=11") != limited
     assert extract(*usual, "data.limit=12", "layers=features") != limited
     folder = ("data=folder", "data.root=photos")

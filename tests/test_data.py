@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image, ImageFile
@@ -974,6 +975,8 @@ def test_labels_that_a_dataset_tells_and_its_items_contradict_are_refused() -> N
     pairs = [(row, i % 2) for i, row in enumerate(x)]
     for dataset, told, said in (
         (_Dataset(pairs, targets=[0, 1, 2, 3]), 2, 0),  # a target_transform
+        (_Dataset(pairs, targets=list(np.array([0, 1, 2, 3]))), 2, 0),
+        (_Dataset(pairs, targets=list(torch.tensor([0, 1, 2, 3]))), 2, 0),
         (Relabels(TensorDataset(x, torch.tensor([5, 3, 5, 3])), [3, 0]), 3, 6),
     ):
         match = f"is {told} by its targets and {said} in its item; say which are right with labels="
@@ -1117,7 +1120,8 @@ def test_arrays_that_are_in_part_masked_or_sparse_are_refused() -> None:
 
 def test_a_source_of_ones_own_that_no_file_could_hold_is_refused_when_it_is_made() -> None:
     def make(**options: Any) -> data.Source:
-        return data.Source(name="s", ids=list("abc"), read=str, fingerprint="f", **options)
+        usual: dict[str, Any] = {"name": "s", "ids": list("abc"), "read": str, "fingerprint": "f"}
+        return data.Source(**usual | options)
 
     names = ["x", "y"]
     for options, why in (
@@ -1135,6 +1139,13 @@ def test_a_source_of_ones_own_that_no_file_could_hold_is_refused_when_it_is_made
         ({"metadata": {"c": [1, 2]}}, "has shape"),
         ({"metadata": {"c": [1, "a", 2.5]}}, "is of texts and numbers"),
         ({"metadata": {"c": ["a", None, "b"]}}, "is of type object"),
+        ({"metadata": {"c": [2**53 + 1, 0.5, 0]}}, "holds 9007199254740993, which among the oth"),
+        ({"metadata": {"c": [2**64 - 1, 0, -1]}}, "holds 18446744073709551615, which among"),
+        ({"metadata": {"": [1, 2, 3]}}, "a column of s is called ''; give a text"),
+        ({"metadata": {"a\0b": [1, 2, 3]}}, "is called 'a\\x00b'; give a text"),
+        ({"metadata": {"a\udc80": [1, 2, 3]}}, "is called 'a\\udc80'; give a text"),
+        ({"ids": [1, 2, 3]}, "the ids of s are not all texts, such as 1 (int); give ids="),
+        ({"ids": [b"a", b"b", b"c"]}, "the ids of s are not all texts, such as b'a' (bytes)"),
     ):
         with pytest.raises(DataError, match=re.escape(why)) as caught:
             make(**options)
@@ -1188,3 +1199,68 @@ def test_the_ids_of_an_image_folder_are_its_paths(photos: Path) -> None:
     source = data.in_memory(ImageFolder(str(photos)))
     assert source.ids == data.folder(str(photos)).ids
     assert list(source.label_names) == ["cat", "dog"]
+
+    class Turned(ImageFolder):
+        def __getitem__(self, i: int) -> Any:
+            return super().__getitem__(len(self) - 1 - i)
+
+    turned = data.in_memory(Turned(str(photos)), labels=["a"] * len(source))
+    assert list(turned.ids) == [str(i) for i in range(len(source))]
+    assert "turned has a __getitem__ of its own" in turned.warnings[0]
+
+
+def test_values_of_another_type_or_behind_addresses_are_told_apart() -> None:
+    half = torch.ones(3, 2).bfloat16()
+    for items, others in (
+        (half, half.float()),
+        (list(half), list(half.float())),
+        (_objects(1, 2, 3), _objects(1, 2, 4)),
+        ([_objects(1, 2)], [_objects(1, 3)]),
+    ):
+        assert data.in_memory(items).fingerprint != data.in_memory(others).fingerprint
+    again = [data.in_memory(_objects(1, 2, 3)).fingerprint for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def _objects(*values: int) -> npt.NDArray[Any]:
+    array = np.empty(len(values), object)
+    array[:] = [np.full(2, float(value)) for value in values]
+    return array
+
+
+def test_another_collate_fn_is_told_by_what_it_makes_of_two_items() -> None:
+    items = [torch.ones(1 + i % 3) for i in range(6)]
+
+    def made(length: Any) -> str:
+        def collate(batch: list[Any]) -> Any:
+            n = length(map(len, batch))
+            padded = [torch.nn.functional.pad(one, (0, max(0, n - len(one)))) for one in batch]
+            return torch.stack([one[:n] for one in padded])
+
+        return data.in_memory(items, collate=collate).fingerprint
+
+    assert made(max) == made(max) != made(min)
+
+
+def test_a_row_of_an_array_that_was_changed_after_it_was_hashed_is_not_read(
+    tmp_path: Path,
+) -> None:
+    values = np.arange(8, dtype="f4").reshape(4, 2)
+    np.save(tmp_path / "a.npy", values)
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    written = np.load(tmp_path / "a.npy", mmap_mode="r+")
+    for items in (mapped, torch.tensor(values), values[::-1], values.astype(">f4")):
+        source = data.in_memory(items)
+        assert [source.read(i).tolist() for i in range(4)] == items.tolist()
+    source = data.in_memory(mapped)
+    written[2] += 1
+    written.flush()
+    assert source.read(1).tolist() == [2, 3]
+    with pytest.raises(DataError, match="it was changed after the run had listed it"):
+        source.read(2)
+
+
+def test_the_name_of_a_folder_may_be_of_any_bytes(tmp_path: Path) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/p\x80s"))
+    _put(root, "a/1.png")
+    assert data.folder(str(root)).name == "p\\x80s"

@@ -1722,3 +1722,331 @@ def test_a_live_model_takes_pictures_when_told_how(photos: Path, tmp_path: Path)
     first = Image.open(sorted(photos.rglob("*.jpg"))[0])
     expected = prepared.normalize(prepared.pixels(first)[None]).flatten(1).numpy()
     np.testing.assert_allclose(got.embeddings["0"][:1], expected, rtol=1e-6)
+
+
+# --------------------------------------------------------------------------- code of one's own
+
+
+def test_a_source_of_ones_own_is_read_by_one_thread_though_it_names_a_folder(
+    tmp_path: Path,
+) -> None:
+    x = np.random.default_rng(0).standard_normal((60, 4)).astype("f4")
+    x.tofile(tmp_path / "x.bin")
+    with open(tmp_path / "x.bin", "rb", buffering=0) as file:
+
+        def read(i: int) -> Tensor:
+            file.seek(16 * i)
+            time.sleep(1e-4)  # another thread would move the place in the file
+            return torch.frombuffer(bytearray(file.read(16)), dtype=torch.float32)
+
+        source = Source("one", [str(i) for i in range(60)], read, "x", root=tmp_path)
+        model = nn.Sequential(nn.Identity(), nn.Linear(4, 2)).eval()
+        run = embedx.extract(model, source, layers="0", batch_size=30, out=tmp_path / "o")
+    np.testing.assert_array_equal(run.embeddings["0"], x)
+
+
+class Crop(Preprocess):
+    def pixels(self, image: Image.Image) -> Tensor:
+        return super().pixels(image)[:, :: int(torch.randint(1, 9, ()))].float().mean((1, 2))
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        return pixels
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_preprocessing_of_ones_own_draws_from_the_seed_of_its_row(
+    workers: int, photos: Path, tmp_path: Path
+) -> None:
+    prepare = Crop(resize_px=16, crop_px=16)
+    wanted = []
+    for i, path in enumerate(sorted(photos.rglob("*.jpg"))):
+        torch.manual_seed(i)
+        wanted.append(prepare.pixels(data.decode_image(path)).numpy())
+    model = nn.Sequential(nn.Identity(), nn.Linear(3, 2)).eval()
+    drawn = np.random.get_state()[1]  # noqa: NPY002
+    run = embedx.extract(
+        model, photos, preprocess=prepare, layers="0", batch_size=5, num_workers=workers,
+        out=tmp_path / "o",
+    )  # fmt: skip
+    np.testing.assert_allclose(run.embeddings["0"], np.stack(wanted), rtol=1e-6)
+    np.testing.assert_array_equal(drawn, np.random.get_state()[1])  # noqa: NPY002
+
+
+class Filling:
+    """Fills one buffer again and again."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(8, 3)
+
+    def __call__(self, activation: Tensor) -> Tensor:
+        return torch.mul(activation, 2, out=self.buffer[: len(activation)])
+
+
+class Trained(nn.Module):
+    """A pooling that in train mode would move its statistics and drop half of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.5)
+
+    def forward(self, activation: Tensor) -> Tensor:
+        return self.drop(self.norm(activation))
+
+
+def test_a_pooling_of_ones_own_changes_neither_the_pass_nor_other_rows_nor_itself(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)).eval()
+    x = torch.randn(10, 4)
+    with torch.no_grad():
+        first = model[0](x)
+        second, logits = model[1](first), model(x)
+    trained, before = Trained(), Trained().state_dict()
+    for pooling, wanted in (
+        (lambda activation: activation.clamp_(min=0), first.clamp(min=0)),
+        (Filling(), first * 2),
+        (trained, first / (1 + 1e-5) ** 0.5),
+        (trained.forward, first / (1 + 1e-5) ** 0.5),
+    ):
+        run = embedx.extract(
+            model, x, layers=["0", "1"], pooling=pooling, save_outputs=True, batch_size=5,
+            overwrite=True, out=tmp_path,
+        )  # fmt: skip
+        np.testing.assert_allclose(run.embeddings["0"], wanted.numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(run.outputs["logits"], logits.numpy(), rtol=1e-5, atol=1e-6)
+    assert np.abs(run.embeddings["1"] - second.numpy() / (1 + 1e-5) ** 0.5).max() < 1e-5
+    assert trained.training
+    assert all(torch.equal(before[key], value) for key, value in trained.state_dict().items())
+
+
+class MeanOf(nn.Module):
+    def forward(self, activation: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is not None
+        mask[:, 0] = mask[:, 0].clone()
+        return (activation * mask.unsqueeze(2)).sum(1) / mask.sum(1, keepdim=True)
+
+
+class OfTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Identity(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.head(x.mean(1))
+
+
+def test_the_mask_reaches_a_pooling_that_is_a_module_or_takes_any_name(tmp_path: Path) -> None:
+    x, lengths = torch.randn(4, 6, 4), [6, 3, 1, 6]
+    masks = [torch.arange(6) < n for n in lengths]
+    items = [{"x": one, "attention_mask": mask} for one, mask in zip(x, masks, strict=True)]
+    wanted = np.stack([x[i, :n].numpy().mean(0) for i, n in enumerate(lengths)])
+
+    def any_name(activation: Tensor, **options: Tensor) -> Tensor:
+        return MeanOf()(activation, **options)
+
+    for i, pooling in enumerate((MeanOf(), MeanOf().forward, any_name)):
+        run = embedx.extract(
+            OfTokens().eval(), items, layers="a", pooling=pooling, out=tmp_path / str(i)
+        )
+        np.testing.assert_allclose(run.embeddings["a"], wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ShapeError, match="layer a: pooling=.* gives a tuple; let it give a tensor"):
+        embedx.extract(
+            OfTokens().eval(), items, layers="a", pooling=lambda a: (a,), out=tmp_path / "t"
+        )
+
+
+class Keeping(nn.Module):
+    """Keeps something between passes: what it saw last, or a cache that stays."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.a, self.moves, self.kept = nn.Linear(4, 3), moves, torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.kept / 2 + x.mean(0) if self.moves else torch.ones(4)
+        return self.a(x + self.kept)
+
+
+class KeepsMean:
+    def __init__(self) -> None:
+        self.mean = torch.zeros(4)
+
+    def __call__(self, activation: Tensor) -> Tensor:
+        self.mean = self.mean / 2 + activation.mean(0)
+        return activation - self.mean
+
+
+def test_what_a_model_or_a_pooling_keeps_from_pass_to_pass_is_said_and_a_cache_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = nn.Sequential(nn.Identity(), nn.Linear(4, 2))
+    for model, layer, pooling, is_said in (
+        (Keeping(moves=True), "a", "none", True),
+        (Keeping(moves=False), "a", "none", False),
+        (plain, "0", KeepsMean(), True),
+        (plain, "0", "none", False),
+    ):
+        caplog.clear()
+        embedx.extract(
+            model.eval(), torch.randn(9, 4), layers=layer, pooling=pooling, batch_size=3,
+            overwrite=True, out=tmp_path,
+        )  # fmt: skip
+        assert ("or its pooling keeps something from pass to pass" in caplog.text) == is_said
+
+
+def test_the_size_of_batches_is_part_of_a_run_where_it_may_decide_the_rows(
+    tmp_path: Path,
+) -> None:
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x - x.mean(0))
+
+    x, model, known = torch.randn(8, 4), Sees().eval(), nn.Sequential(nn.Linear(4, 2)).eval()
+    embedx.extract(model, x, layers="a", batch_size=4, out=tmp_path / "own")
+    with pytest.raises(StoreError, match="another run: batch_size is 4 there and 8 here"):
+        embedx.extract(model, x, layers="a", batch_size=8, out=tmp_path / "own")
+    first = embedx.extract(known, x, layers="0", batch_size=4, out=tmp_path / "known")
+    again = embedx.extract(known, x, layers="0", batch_size=8, out=tmp_path / "known")
+    assert again.attrs["batch_size"] == first.attrs["batch_size"] == 4
+
+
+def test_a_parameter_that_a_pass_changes_anywhere_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory, self.a = nn.Parameter(torch.zeros(5, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.memory.data[3, 2] += 1
+            return self.a(x)
+
+    embedx.extract(Writes().eval(), torch.zeros(2, 4), layers="a", out=tmp_path)
+    assert "writes changed its parameters, by eval(), train() or its passes: memory;" in caplog.text
+
+
+def test_outputs_that_are_the_input_changed_in_place_are_those_of_the_first_pass(
+    tmp_path: Path,
+) -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.a(x)
+            return x.mul_(3)
+
+    x = torch.randn(12, 6)  # as many features as samples in a batch: two go through once more
+    run = embedx.extract(
+        InPlace().eval(), x, layers="a", save_outputs=True, batch_size=6, out=tmp_path
+    )
+    np.testing.assert_array_equal(run.outputs["logits"], (x * 3).numpy())
+
+
+def test_tokens_that_come_first_are_told_from_samples_where_all_batches_must_be_of_one_size(
+    tmp_path: Path,
+) -> None:
+    class Fixed(nn.Module):
+        def __init__(self, *, is_first: bool) -> None:
+            super().__init__()
+            self.a, self.is_first = nn.Linear(4, 6), is_first
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) != 8:
+                raise ValueError("for batches of 8")
+            return self.a(x.transpose(0, 1) if self.is_first else x)
+
+    x = torch.randn(16, 8, 4)
+    with pytest.raises(
+        ShapeError, match=r"layer a gives the same \(8, 6\) for 8 samples in the ot"
+    ):
+        embedx.extract(
+            Fixed(is_first=True).eval(), x, layers="a", pooling="mean_token", batch_size=8,
+            out=tmp_path / "a",
+        )  # fmt: skip
+    model = Fixed(is_first=False).eval()
+    run = embedx.extract(
+        model, x, layers="a", pooling="mean_token", batch_size=8, out=tmp_path / "b"
+    )
+    np.testing.assert_allclose(run.embeddings["a"], model.a(x).mean(1).detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 6])
+def test_a_sample_of_padding_alone_is_a_failed_row_in_any_batch(
+    batch_size: int, tmp_path: Path
+) -> None:
+    masks = torch.ones(6, 3)
+    masks[2], masks[3, 1:] = 0, 0
+    items = [{"x": torch.randn(3, 4), "attention_mask": mask} for mask in masks]
+    run = embedx.extract(
+        OfTokens().eval(), items, layers="a", batch_size=batch_size, out=tmp_path / "a"
+    )
+    assert np.flatnonzero(~run.ok).tolist() == [2]
+    with pytest.raises(ShapeError, match="attention_mask is of floats 1 and 0 in one batch, and"):
+        embedx.extract(OfTokens().eval(), items[2:], layers="a", batch_size=1, out=tmp_path / "b")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_items_that_are_no_dense_tensors_fail_their_rows_and_arrays_of_any_layout_do_not(
+    workers: int, tmp_path: Path
+) -> None:
+    x = torch.arange(24.0).reshape(6, 4)
+    items: list[Any] = list(x)
+    items[1] = x[1].to_sparse()
+    items[2] = x[2].to("meta")
+    items[3] = x[3].numpy()[::-1]
+    items[4] = x[4].numpy().astype(">f4")
+    items[5] = np.broadcast_to(np.float32(5), 4)  # read-only
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 2)).eval()
+    run = embedx.extract(model, items, layers="0", batch_size=3, num_workers=workers, out=tmp_path)
+    kinds = ["sparse", "without values (on meta)"]
+    assert [one["reason"] for one in store.read_reasons(run.path)] == [
+        f"DataError: it is a tensor that is {kind}; give a dense one" for kind in kinds
+    ]
+    wanted = x.numpy().copy()
+    wanted[1:3], wanted[3], wanted[5] = np.nan, wanted[3, ::-1], 5
+    np.testing.assert_array_equal(run.embeddings["0"], wanted)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_memory_that_is_out_stops_the_run_and_is_no_failed_row(
+    workers: int, tmp_path: Path
+) -> None:
+    def read(i: int) -> Tensor:
+        if i == 5:
+            raise MemoryError
+        return torch.zeros(4)
+
+    source = Source("big", list("abcdefgh"), read, "x")
+    with pytest.raises(DataError, match="out of memory at row 5, f; what was committed is kept"):
+        embedx.extract(
+            nn.Sequential(nn.Linear(4, 2)), source, batch_size=2, num_workers=workers, out=tmp_path
+        )
+
+
+def test_a_layer_that_gives_no_dense_tensor_is_refused_in_one_line(tmp_path: Path) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x.to_sparse()).to_dense()
+
+    with pytest.raises(ShapeError, match="layer a gives a quantized, sparse or nested tensor"):
+        embedx.extract(Sparse().eval(), torch.ones(4, 3), layers="a", out=tmp_path)
+
+
+def test_tensors_are_made_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
+    x, model = torch.randn(5, 4), nn.Sequential(nn.Linear(4, 2)).eval()
+    with torch.device("meta"):
+        run = embedx.extract(model, x, layers="0", batch_size=2, out=tmp_path)
+    np.testing.assert_allclose(run.embeddings["0"], model(x).detach().numpy(), atol=1e-6)

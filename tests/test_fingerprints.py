@@ -1,6 +1,7 @@
 """Fingerprints: whatever changes a row changes them, and nothing else does, in any process."""
 
 import collections
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -11,6 +12,8 @@ import re
 import subprocess
 import sys
 import threading
+import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,8 +83,8 @@ def thrice(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output * 3
 
 
-def chain(n: int) -> Settings:
-    first = Settings()
+def chain(n: int, *, end: int = 3) -> Settings:
+    first = Settings(end)
     for _ in range(n):
         following = Settings()
         following.before = first  # type: ignore[attr-defined]
@@ -106,7 +109,38 @@ def read(text: str, **names: Any) -> Callable[[Tensor], Any]:
     return names["f"]
 
 
+def carrying(k: int) -> nn.Parameter:
+    """A weight that carries a scale, as those do that are quantized."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.scale = k  # type: ignore[attr-defined]
+    return weight
+
+
+class Tripled(nn.Parameter):
+    times = 3
+
+
+def local(k: int) -> threading.local:
+    held = threading.local()
+    held.k = k
+    return held
+
+
+def variable(k: int) -> contextvars.ContextVar[int]:
+    held = contextvars.ContextVar("held", default=0)
+    held.set(k)
+    return held
+
+
+def module(text: str) -> types.ModuleType:
+    made = types.ModuleType("of_ones_own")
+    exec(text, vars(made))
+    return made
+
+
+HELD = [Settings(5), Settings(6)]
 READS = "def f(x): return [x * k for _ in range(2)]"
+NAMED = "def f(x): return getattr(m, 'a' + 'ct')(x)"
 CALLS = "def g(x): return x * {}\ndef f(x): return g(x)"
 leaky = functools.partial(functional.leaky_relu, negative_slope=0.1)
 # Each attribute beside another one that gives other rows, or may.
@@ -158,7 +192,22 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
     "pattern": (lambda: re.compile("a"), lambda: re.compile("b")),
     "logger": (lambda: logging.getLogger("a"), lambda: logging.getLogger("b")),
     "lock": (threading.Lock,),
-    "deep": (lambda: chain(3000),),
+    "deep": (lambda: chain(3000), lambda: chain(3000, end=4)),
+    "of a weight": (lambda: carrying(1), lambda: carrying(2), lambda: Tripled(torch.ones(2))),
+    "weakly": (lambda: weakref.ref(HELD[0]), lambda: weakref.ref(HELD[1])),
+    "proxy": (lambda: types.MappingProxyType({1: 2}), lambda: types.MappingProxyType({1: 3})),
+    "local": (lambda: local(1), lambda: local(2)),
+    "context": (lambda: variable(1), lambda: variable(2)),
+    "memory": (lambda: memoryview(b"12"), lambda: memoryview(b"13")),
+    "view": ({1: 2}.values, {1: 3}.values, {1: 2}.keys),
+    "module": (
+        lambda: module("def f(x): return x * 2"),
+        lambda: module("def f(x): return x * 3"),
+    ),
+    "by name": (
+        lambda: read(NAMED, m=module("def act(x): return x * 2")),
+        lambda: read(NAMED, m=module("def act(x): return x * 3")),
+    ),
 }
 
 
@@ -309,3 +358,13 @@ def test_what_code_sets_or_hooks_collect_changes_nothing() -> None:
     around: list[Any] = [1]
     around.append(around)
     assert value_sha256(read(READS, k=around)) != value_sha256(read(READS, k=[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
+def test_a_weight_that_every_pass_computes_anew_changes_nothing() -> None:
+    net = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 3)))
+    net.load_state_dict({key: value + 1 for key, value in net.state_dict().items()})
+    before, weight = code_sha256(net), net[0].weight
+    net(torch.ones(1, 4))
+    assert net[0].weight is not weight
+    assert code_sha256(net) == before

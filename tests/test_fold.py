@@ -201,3 +201,13 @@ def test_a_network_is_whole_again_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="in between"), folded(model, []):
         raise RuntimeError("in between")
     assert all(child is before[name] for name, child in model.named_modules())
+
+
+def test_a_convolution_that_goes_by_two_names_keeps_its_normalization() -> None:
+    model, x = trained("resnet18"), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        plain = model(x)
+        model.conv1.noted = model.layer1[0].conv1
+        with folded(model, []) as n_pairs:
+            assert n_pairs == PAIRS["resnet18"] - 1
+            assert relative_error(model(x), plain) < 1e-5

@@ -667,6 +667,46 @@ def test_a_model_that_calls_itself_is_in_one_pass() -> None:
             assert torch.equal(got["a@1"], nn.functional.linear(-x, *model.a.parameters()))
 
 
+@pytest.mark.parametrize("called", ["model", "method"])
+def test_hooks_that_are_set_later_are_seen_too(called: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)).eval(), torch.randn(3, 4)
+    call = model if called == "model" else model.forward
+    wanted = 2 * nn.functional.linear(x, *model[0].parameters())
+    with (
+        torch.no_grad(),
+        embedx.capture(model, ["0", "1:input"]) as got,
+        embedx.capture(model, "0"),
+    ):
+        model[0].register_forward_hook(lambda *given: 2 * given[-1])
+        call(x)
+        assert torch.equal(got["0"], wanted)
+        assert torch.equal(got["1:input"], wanted)
+        model[1].register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+        got.reset()
+        if called == "method":
+            with pytest.raises(LayerError, match="enters 1 was set on it after the capture began"):
+                call(x)
+            got.reset()
+        call(x)
+        assert torch.equal(got["0"], wanted)
+        assert torch.equal(got["1:input"], wanted + 1)
+
+
+def test_a_call_is_not_taken_from_an_earlier_pass_that_nobody_saw_end() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU()).eval(), torch.randn(3, 4)
+    with torch.no_grad(), embedx.capture(model, "0@0") as got:
+        model.forward(x)
+        assert torch.equal(got["0@0"], model[0].forward(x))
+        model.forward(-x)
+        with pytest.raises(LayerError, match=r"0@0: 0 ran 2 times, .* call reset\(\) of the"):
+            got["0@0"]
+        got.reset()
+        model.forward(-x)
+        assert torch.equal(got["0@0"], model[0].forward(-x))
+        model(x)
+        assert torch.equal(got["0@0"], model[0].forward(x))
+
+
 # --------------------------------------------------------------------------- threads
 
 

@@ -66,6 +66,7 @@ def test_the_wheel_holds_the_package_and_every_config_file_and_nothing_else(whee
     tracked = {
         *(p.relative_to(ROOT).as_posix() for p in (ROOT / "embedx").glob("*.py")),
         *(f"embedx/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "conf").rglob("*.yaml")),
+        *(p.relative_to(ROOT).as_posix() for p in (ROOT / "embedx" / "page").iterdir()),
         "embedx/py.typed",
     }
     assert len(tracked) > 40
@@ -80,6 +81,7 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
     assert about.get_all("License-File") == ["LICENSE"]
     assert set(about.get_all("Provides-Extra") or []) == {
         "viz",
+        "atlas",
         "data",
         "timm",
         "sweep",

@@ -24,7 +24,7 @@ from torch import nn
 from torchvision import transforms
 
 import embedx
-from embedx import models, pooling, timm_models
+from embedx import checkpoints, models, pooling, timm_models
 from embedx.checkpoints import load_checkpoint
 from embedx.errors import ConfigError, DependencyError, ModelError
 from embedx.fingerprints import state_sha256
@@ -948,3 +948,30 @@ def test_a_checkpoint_without_a_head_is_told_so(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=message):
         models.torchvision("mobilenet_v3_small", checkpoint=str(tmp_path / "body.pth"))
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize("when", ["file_sha256", "_read_tensors"])
+def test_a_checkpoint_that_is_written_while_it_is_read_is_refused(
+    when: str, is_in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = tmp_path / "last.pt", getattr(checkpoints, when)
+    torch.save(nn.Linear(4, 2).state_dict(), path)
+
+    def meanwhile(read: Path) -> Any:
+        found = plain(read)
+        written = path if is_in_place else tmp_path / "new.pt"
+        torch.save(nn.Linear(4, 2).state_dict(), written)
+        written.rename(path)
+        return found
+
+    monkeypatch.setattr(checkpoints, when, meanwhile)
+    with pytest.raises(ModelError, match="last.pt was written anew while it was read; run again"):
+        models.own(linear, checkpoint=str(path))
+    monkeypatch.setattr(checkpoints, when, plain)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert models.own(linear, checkpoint=str(path)).weights_sha256 == sha256
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 2)

@@ -67,6 +67,26 @@ def test_what_may_be_channels_last_is_not_told_to_average_width_and_channels() -
         pooling.choose(torch.zeros(2, 7, 7, 768))
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 3, 768), (2, 64, 96, 96), (2, 7, 7, 768), (2, 9, 9, 9)])
+def test_maps_that_are_a_picture_with_channels_last_are_not_averaged_over_them(
+    shape: tuple[int, ...],
+) -> None:
+    picture = (64, 96) if shape[1] != shape[2] else (96, 96)
+    with pytest.raises(ShapeError, match="cannot tell what .* means; choose pooling=gap_last"):
+        pooling.choose(torch.zeros(shape), picture=picture)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 768, 2, 3), (2, 32, 58, 90), (2, 512, 1, 1), (2, 512, 7, 7), (2, 512, 1, 26)]
+)
+def test_maps_with_channels_first_are_averaged_whatever_the_proportion_of_the_picture(
+    shape: tuple[int, ...],
+) -> None:
+    assert pooling.choose(torch.zeros(shape), picture=(64, 96)) == "gap"
+    laid_out = torch.zeros(2, 9, 9, 9).contiguous(memory_format=torch.channels_last)
+    assert pooling.choose(laid_out, picture=(96, 96)) == "gap"
+
+
 def test_names_are_one_for_all_or_one_each() -> None:
     def names(given: object) -> list[str]:
         return [one.name for one in pooling.per_point(given, n_points=2)]  # type: ignore[arg-type]
@@ -181,3 +201,5 @@ def test_padding_is_left_out_of_the_mean_whatever_it_holds() -> None:
         pooling.mean_token(tokens, mask=mask[:, :4])
     assert pooling.choose(tokens, is_masked=True) == "mean_token"
     assert pooling.choose(tokens, tokens="cls", is_masked=True) == "cls"
+    half = torch.full((1, 512, 2), 200.0).half()  # whose sum is above what half precision holds
+    assert pooling.mean_token(half, mask=torch.ones(1, 512)).tolist() == [[200.0, 200.0]]

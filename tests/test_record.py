@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,8 +42,12 @@ def batches(size: int = 5, *, seed: int | None = None) -> Iterator[Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["embedx.record"], "PART_ROWS", 8)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = sys.modules["embedx.record"]
+    monkeypatch.setattr(module, "PART_ROWS", 8)
+    yield
+    for recorder in list(module._OPEN):  # their hooks keep fused attention off
+        recorder.close()
 
 
 def test_a_training_loop_is_recorded_epoch_by_epoch_as_it_ran(tmp_path: Path) -> None:
@@ -306,6 +311,21 @@ MISTAKES: dict[str, tuple[Callable[[Recorder], object], type[Exception], str]] =
         DataError,
         r"loss must be less than 2\*\*63, and is 9223372036854775808",
     ),
+    "a large number beside a fraction": (
+        lambda r: step(r, tweet=[torch.tensor(2**53 + 1), 0.5, 0, 0, 0]),
+        DataError,
+        "tweet holds 9007199254740993, which among the others becomes the float 9007199254740992",
+    ),
+    "ids of many numbers": (
+        lambda r: step(r, ids=[torch.ones(2)] * 5),
+        DataError,
+        r"ids holds a tensor of shape \(2,\); give one number a sample",
+    ),
+    "a ragged column": (
+        lambda r: step(r, loss=[[1.0], [1.0, 2.0], [], [], []]),
+        DataError,
+        "loss cannot be read as numbers",
+    ),
     "long ids": (
         lambda r: step(r, ids=[f"{i:0300d}" for i in range(5)]),
         StoreError,
@@ -390,6 +410,21 @@ def test_a_missing_or_damaged_part_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "embeddings.h5").exists()
 
 
+def test_parts_of_two_recordings_are_not_joined(tmp_path: Path) -> None:
+    parts = []
+    for name in ("a", "b"):
+        recorder = embedx.record(network(), "0", tmp_path / name)
+        recorder._got._module(X)
+        recorder.batch()
+        recorder.close()
+        parts.append(store.parts_folder(tmp_path / name / "embeddings.h5"))
+    shutil.rmtree(parts[0] / "00001")
+    shutil.copytree(parts[1] / "00001", parts[0] / "00001")
+    with pytest.raises(StoreError, match=r"00001/.* is a part of another recording than .*00000/"):
+        embedx.join(tmp_path / "a")
+    assert embedx.join(tmp_path / "b").n_rows == N
+
+
 def test_half_precision_and_a_pooling_of_ones_own(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3)).eval()
     x = torch.randn(4, 1, 6, 6)
@@ -463,8 +498,14 @@ if end == "killed":
     os.kill(os.getpid(), 9)
 if end == "an error":
     raise ValueError
-if end == "a child that ends":
+if end == "a child that records":
     if os.fork() == 0:
+        model(-x)
+        model(-x)
+        try:
+            recorder.batch(ids=range(100, 123))
+        except embedx.errors.DataError as error:
+            print(error, flush=True)
         sys.exit()
     os.wait()
     model(x[:1])
@@ -472,7 +513,7 @@ if end == "a child that ends":
 """
 
 
-@pytest.mark.parametrize("end", ["none", "an error", "killed", "a child that ends"])
+@pytest.mark.parametrize("end", ["none", "an error", "killed", "a child that records"])
 def test_a_program_that_ends_without_leaving_the_block_keeps_its_rows(
     end: str, tmp_path: Path
 ) -> None:
@@ -482,11 +523,56 @@ def test_a_program_that_ends_without_leaving_the_block_keeps_its_rows(
     )
     last = done.stderr.splitlines()[-1:]
     assert last == (["ValueError"] if end == "an error" else [])
+    assert ("this recording is that of process" in done.stdout) == (end == "a child that records")
     run = embedx.join(out)
     assert run.ids == [*map(str, range(N)), *(["99"] if "child" in end else [])]
     wanted = network()[0](X).detach().numpy()
     np.testing.assert_allclose(run.embeddings["0"][:N], wanted, atol=1e-6)
     assert [file.name for file in out.iterdir()] == ["embeddings.h5"]
+
+
+FORKED = """
+import os, sys, torch, embedx
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 6)).eval()
+x = torch.randn(23, 4, generator=torch.Generator().manual_seed(1))
+
+def recorded(recorder, x):
+    with recorder:
+        for rows in x.split(5):
+            model(rows)
+            recorder.batch()
+
+before = embedx.record(model, "0", sys.argv[1] + "/before")
+if os.fork() == 0:
+    recorded(before, x)
+    os._exit(0)
+os.wait()
+before.close()
+reader, writer = os.pipe()
+held = embedx.record(model, "0", sys.argv[1] + "/held")
+model(x[:3])
+held.batch()
+if os.fork() == 0:
+    os.read(reader, 1)
+    recorded(embedx.record(model, "0", sys.argv[1] + "/held", overwrite=True), x)
+    os._exit(0)
+held.finish()
+os.write(writer, b"!")
+os.wait()
+"""
+
+
+def test_a_forked_process_records_with_a_recorder_of_before_and_where_its_parent_did(
+    tmp_path: Path,
+) -> None:
+    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], check=True)
+    wanted = network()[0](X).detach().numpy()
+    for name in ("before", "held"):
+        run = embedx.open(tmp_path / name)
+        np.testing.assert_allclose(run.embeddings["0"], wanted, atol=1e-6)
+        assert [file.name for file in run.path.parent.iterdir()] == ["embeddings.h5"]
 
 
 def test_a_recording_without_rows_is_not_joined_and_not_in_the_way(tmp_path: Path) -> None:
@@ -586,6 +672,19 @@ def test_a_pass_whose_batch_was_refused_is_over(tmp_path: Path) -> None:
     assert embedx.open(tmp_path).ids == list("abcde")
 
 
+def test_a_model_that_is_recorded_is_saved_whole_in_a_pause(tmp_path: Path) -> None:
+    model = network()
+    with embedx.record(model, ["0", "2:input"], tmp_path / "run") as recorder:
+        with pytest.raises(LayerError, match=r"cannot be saved whole; save its state_dict\(\), or"):
+            torch.save(model, tmp_path / "model.pt")
+        with recorder.paused():
+            torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert torch.equal(again(X), model(X))
+        recorder.batch()
+    assert not again._forward_pre_hooks
+
+
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_a_copy_of_a_model_that_is_recorded_does_not_record(when: str, tmp_path: Path) -> None:
     """As for an average of its weights (EMA, SWA) that is updated and tried out in the loop."""
@@ -605,10 +704,12 @@ def test_a_copy_of_a_model_that_is_recorded_does_not_record(when: str, tmp_path:
 
 
 @pytest.mark.parametrize("first", ["batch", "backward"])
+@pytest.mark.parametrize("point", ["a", "a@0"])
+@pytest.mark.parametrize("called", ["model", "method"])
 def test_layers_that_run_again_in_the_backward_pass_are_recorded_once(
-    first: str, tmp_path: Path
+    called: str, point: str, first: str, tmp_path: Path
 ) -> None:
-    """Activation checkpointing: the second run is put into paused(), or the call is chosen."""
+    """Activation checkpointing, in a loop that calls the model or a method of it."""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -620,24 +721,19 @@ def test_layers_that_run_again_in_the_backward_pass_are_recorded_once(
             return self.fc(inner)  # type: ignore[no-any-return]
 
     model = Checkpointed()
-    point = "a" if first == "batch" else "a@0"
+    call = model if called == "model" else model.forward
     with embedx.record(model, point, tmp_path) as recorder:
         for rows in batches():
-            loss = model(X[rows]).sum()
+            loss = call(X[rows]).sum()
             if first == "batch":
                 recorder.batch()
-                with recorder.paused():
-                    loss.backward()
-            else:
-                loss.backward()
+            loss.backward()
+            if first == "backward":
                 recorder.batch()
-        if first == "batch":
-            model(X).sum().backward()
-            recorder.skip()
-            model.a(X)
-            with pytest.raises(DataError, match=r"activation checkpointing\), put it into `with"):
-                model(X)
-            recorder.skip()
+        model.a(X)
+        with pytest.raises(DataError, match=r"layers ran after recorder.batch\(\) and outside"):
+            model(X)
+        recorder.skip()
     wanted = model.a(X).detach().numpy()
     np.testing.assert_allclose(embedx.open(tmp_path).embeddings[point], wanted, atol=1e-6)
 
@@ -686,6 +782,185 @@ def test_without_ids_samples_are_numbered_as_rows_are(tmp_path: Path) -> None:
     assert run.ids == ["0#0", "1#0", "2#1", "3#1"]
     assert run.metadata["sample"] == ["0", "1", "2", "3"]
     assert run.metadata["epoch"].tolist() == [0, 0, 1, 1]
+
+
+def test_tensors_in_lists_are_the_numbers_that_they_hold(tmp_path: Path) -> None:
+    model = network()
+    with embedx.record(model, "0", tmp_path) as recorder:
+        out = model(X)
+        recorder.batch(ids=list(torch.arange(N)), labels=list(Y), loss=list(out[:, 0]))
+    run = embedx.open(tmp_path)
+    assert run.ids == [str(i) for i in range(N)]
+    assert run.label_texts() == [str(i % 3) for i in range(N)]
+    np.testing.assert_allclose(run.metadata["loss"], out[:, 0].detach().numpy())
+
+
+def test_a_pooling_with_parameters_of_its_own_is_applied(tmp_path: Path) -> None:
+    model, pool = network(), nn.Linear(6, 2)
+    with embedx.record(model, "0", tmp_path, pooling=pool) as recorder:
+        out = model[0](X)
+        recorder.batch()
+    wanted = pool(out).detach().numpy()
+    np.testing.assert_allclose(embedx.open(tmp_path).embeddings["0"], wanted, atol=1e-6)
+
+
+def test_a_loop_that_goes_elsewhere_records_where_it_was_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with embedx.record(model, "0", "run") as recorder:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        model(X)
+        recorder.batch()
+        monkeypatch.chdir(tmp_path)
+        model(X)
+        recorder.batch()
+    assert embedx.open(tmp_path / "run").n_rows == 2 * N
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_loop_that_goes_on_from_every_error_is_told_what_is_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    with embedx.record(model, "0", tmp_path) as recorder:
+        for i, rows in enumerate(batches()):
+            with contextlib.suppress(Exception):
+                model(X[rows] if i != 1 else X[rows, :3])
+                recorder.batch(ids=rows)
+    assert "3 passes or batches were refused with an error that the loop went on" in caplog.text
+    assert embedx.open(tmp_path).n_rows == 5
+
+
+class Tokens(nn.Module):
+    """Tokens of samples, those that are padding left out of what is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 6)
+
+    def forward(self, tokens: Tensor | dict[str, Tensor], attention_mask: Any = None) -> Tensor:
+        if isinstance(tokens, dict):
+            tokens, attention_mask = tokens["tokens"], tokens["attention_mask"]
+        inner = self.embed(tokens)
+        attention_mask[:] = 0  # a copy of it was taken
+        return inner  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("how", "pooling"),
+    [
+        ("by name", "mean_token"),
+        ("by name", "auto"),
+        ("by position", "mean_token"),
+        ("one dict", "mean_token"),
+        ("a method", "mean_token"),
+    ],
+)
+def test_padding_is_left_out_of_the_average_of_tokens(
+    how: str, pooling: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Tokens().eval()
+    tokens = torch.arange(48).reshape(8, 6) % 9
+    mask = (torch.arange(6) < torch.tensor([6, 1, 2, 3, 4, 5, 6, 1])[:, None]).long()
+    vectors = model.embed.weight.detach().numpy()[tokens.numpy()]
+    with torch.no_grad(), embedx.record(model, "embed", tmp_path, pooling=pooling) as recorder:
+        for rows in torch.arange(8).split(4):
+            given = {"tokens": tokens[rows], "attention_mask": mask[rows]}
+            if how == "by name":
+                model(**given)
+            elif how == "by position":
+                model(*given.values())
+            elif how == "one dict":
+                model(given)
+            else:
+                model.forward(**given)
+            recorder.batch()
+    lengths = [6] * 8 if how == "a method" else mask.sum(1).tolist()
+    kept = [vectors[i, :length] for i, length in enumerate(lengths)]
+    wanted = np.stack([one.mean(0) for one in kept])
+    np.testing.assert_allclose(embedx.open(tmp_path).embeddings["embed"], wanted, atol=1e-6)
+    assert ("pooling of embed counts padding as tokens" in caplog.text) == (how == "a method")
+
+
+def test_an_axis_that_may_be_that_of_the_tokens_in_every_batch_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 6)).eval()
+    for sizes in ([8, 8], [8, 7]):
+        caplog.clear()
+        with embedx.record(model, "0", tmp_path / str(sizes), pooling="mean_token") as recorder:
+            for n in sizes:
+                model(torch.zeros(n, 8, 4))
+                recorder.batch()
+        said = "0 gave (8, 8, 6) in every batch: its first axis was taken for that of the samples"
+        assert (said in caplog.text) == (sizes == [8, 8])
+        assert embedx.open(tmp_path / str(sizes)).n_rows == sum(sizes)
+
+
+def test_what_else_runs_the_layers_of_a_model_that_is_not_called_itself_is_refused_or_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    with torch.no_grad(), embedx.record(model, "0@0", tmp_path / "a") as recorder:
+        for rows in batches():
+            model[0](X[rows])
+            recorder.batch(ids=rows)
+        model[0](X)  # a validation
+        model[0](-X)
+        with pytest.raises(
+            DataError, match=r"0 ran 2 time\(s\) for this batch and 1 for the first"
+        ):
+            recorder.batch(ids=range(N, 2 * N))
+    assert embedx.open(tmp_path / "a").n_rows == N
+    assert "all are taken for calls of one pass" not in caplog.text
+    with torch.no_grad(), embedx.record(model, "0@0", tmp_path / "b") as recorder:
+        model[0](X)
+        model[0](-X)
+        recorder.batch()
+    assert "before the first batch ran 0 2 times: all are taken for calls of one" in caplog.text
+
+
+def remade(out: Path, *, column: str = "loss", **options: Any) -> store.Embeddings:
+    """The same loop, recorded under other words."""
+    model = network()
+    options = {"label_names": ["dog", "cat", "cow"], **options}
+    with torch.no_grad(), embedx.record(model, "0", out, overwrite=True, **options) as recorder:
+        for rows in batches():
+            model(X[rows])
+            recorder.batch(labels=Y[rows], **{column: Y[rows]})
+    return embedx.open(out)
+
+
+def test_the_same_loop_under_other_words_is_another_file(tmp_path: Path) -> None:
+    ids = {remade(tmp_path).attrs["id"]}
+    again = remade(tmp_path, label_names=["cat", "dog", "cow"])
+    assert (again.label_texts() or [])[:3] == ["cat", "dog", "cow"]
+    ids.add(again.attrs["id"])
+    again = remade(tmp_path, column="accuracy")
+    assert list(again.metadata) == ["accuracy"]
+    ids.add(again.attrs["id"])
+    again = remade(tmp_path, pooling="flatten")
+    assert again.point_attrs["0"]["pooling"] == "flatten"
+    ids.add(again.attrs["id"])
+    assert len(ids) == 4
+
+
+def test_a_damaged_file_is_replaced_by_an_equal_recording(tmp_path: Path) -> None:
+    run = remade(tmp_path)
+    whole, row = run.path.read_bytes(), run.embeddings["0"][3].tobytes()
+    first = embedx.project(run, method="pca").path
+    remade(tmp_path)
+    assert first.exists()  # it is of equal rows
+    assert run.path.read_bytes() == whole
+    run.path.write_bytes(whole.replace(row, bytes(len(row))))
+    assert embedx.open(tmp_path).verify() == [3]
+    remade(tmp_path)
+    assert run.path.read_bytes() == whole
+    assert not first.exists()  # it may be of the damaged ones
 
 
 # --------------------------------------------------------------------------- others in the folder

@@ -1,5 +1,6 @@
 """The files: rows read back as written, whatever stops the writer; foreign files are refused."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -613,6 +614,43 @@ def test_pandas_gets_one_row_a_sample(tmp_path: Path) -> None:
     )
 
 
+def test_a_column_that_is_called_as_another_one_takes_no_place_in_pandas(tmp_path: Path) -> None:
+    field = store.embeddings_field("a", n_features=2, dtype=np.dtype("f4"), attrs={})
+    columns = {"label": [7, 8], "status": [9, 9], "label_": [5, 6], "a[1]": [3, 4]}
+    with contextlib.closing(
+        store.create(
+            tmp_path / "embeddings.h5",
+            ids=["x", "y"],
+            fields=[field],
+            attrs={"id": "0"},
+            labels=np.array([0, 1]),
+            label_names=["dog", "cat"],
+            metadata={name: np.array(values) for name, values in columns.items()},
+        )
+    ) as writer:
+        rows = np.arange(4, dtype="f4").reshape(2, 2)
+        writer.append({field.name: rows}, status=np.array([store.Status.OK, store.Status.FAILED]))
+        writer.finish()
+    frame = store.open(tmp_path).to_pandas()
+    assert frame[["label", "status"]].to_numpy().tolist() == [["dog", "ok"], ["cat", "failed"]]
+    np.testing.assert_array_equal(frame[["a[0]", "a[1]"]].to_numpy(), rows)
+    others = frame.drop(columns=["label", "status", "a[0]", "a[1]"])
+    assert sorted(others.to_numpy().T.tolist()) == sorted(columns.values())
+
+
+def test_an_unfinished_file_that_another_program_wrote_into_is_not_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "embeddings.h5"
+    with contextlib.closing(create(path)) as writer:
+        append(writer, 0, 7)
+        writer.commit()
+    with h5py.File(store.partial_path(path), "r+") as file:
+        file["ids"][:] = file["ids"][:][::-1]
+    with pytest.raises(StoreError, match="lost the checksum of its ids and layers: another"):
+        store.resume(path)
+
+
 @pytest.mark.parametrize("stop", [7, 12])
 def test_every_row_is_checked_when_resuming(tmp_path: Path, stop: int) -> None:
     path = tmp_path / "embeddings.h5"
@@ -963,6 +1001,23 @@ def test_of_two_threads_that_begin_at_once_one_is_refused_and_the_other_is_whole
 
 
 # --------------------------------------------------------------------------- rows that wait
+
+
+def test_a_writer_is_not_that_of_a_process_forked_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "embeddings.h5"
+    writer = create(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(InUseError):
+            append(writer, 0, 7)
+    writer._lock.release()  # which that process did not
+    assert not writer._lock.path.exists()
+    again = store.resume(path)
+    assert again is not None
+    assert again.rows_done == 0
+    again.close()
 
 
 def test_rows_that_nothing_follows_are_committed_after_a_while(
