@@ -956,6 +956,9 @@ class Nursery:
         while not until() and self._line() != "end":
             pass
 
+    def read_until_said(self, least: int) -> None:
+        self.read(until=lambda: bool(self.said) and self.said[-1] >= least)
+
     def _line(self) -> str:
         assert self._process.stdout is not None
         word, value = self._process.stdout.readline().split(maxsplit=1)
@@ -1005,7 +1008,11 @@ def test_a_writer_killed_at_random_moments_loses_no_reported_row_and_ends_with_t
         said = -1
         for _ in range(2):  # killed in the run that goes on, too
             nursery.start(path, over=over, pause=0.002)
-            time.sleep(rng.uniform(0, whole_s))
+            if k % 2:
+                time.sleep(rng.uniform(0, whole_s))
+            else:  # amid its rows, however long the machine takes over them
+                nursery.read_until_said(int(rng.integers(1, DONE)))
+                time.sleep(rng.uniform(0, 0.004))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(nursery.pid, signal.SIGKILL)
             nursery.read()
