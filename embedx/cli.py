@@ -251,7 +251,8 @@ class _Lines(logging.Handler):
             sys.modules["tqdm"].tqdm.write(line, file=sys.stdout)
         else:
             try:
-                print(line, flush=True)
+                # One write: the lines of jobs side by side come whole.
+                print(f"{line}\n", end="", flush=True)
             except BrokenPipeError:  # the work goes on
                 _print_no_more()
 
