@@ -250,8 +250,7 @@ def column_of(
         return None
     if color == "label":
         return opened.label_texts()
-    saved = {name: values for name, values in opened.outputs.items() if values.ndim == 1}
-    columns: dict[str, Any] = {**saved, **opened.metadata}
+    columns: dict[str, Any] = {**opened.output_columns, **opened.metadata}
     if color not in columns:
         known = ", ".join(["label", *(["none"] if key == "color" else []), *columns])
         raise ConfigError(f"{key}={color!r} is no column of {opened.path}; it has: {known}")

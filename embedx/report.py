@@ -158,8 +158,7 @@ def _ramp() -> list[str]:
 
 def _columns(opened: Embeddings, rows: Array) -> list[dict[str, Any]]:
     """Label, saved outputs and metadata: as classes, as numbers, or as texts to read."""
-    saved = {name: values for name, values in opened.outputs.items() if values.ndim == 1}
-    columns: dict[str, Sequence[Any] | Array] = {**saved, **opened.metadata}
+    columns: dict[str, Sequence[Any] | Array] = {**opened.output_columns, **opened.metadata}
     texts = opened.label_texts()
     if texts is not None:
         columns = {"label": texts, **columns}

@@ -1785,6 +1785,11 @@ class Embeddings:
             )
         return name, self.embeddings[name]
 
+    @property
+    def output_columns(self) -> dict[str, Array]:
+        """What was saved as one number a row, such as ``predicted``: shape ``(n,)`` by name."""
+        return {name: rows for name, rows in self.outputs.items() if rows.ndim == 1}
+
     def label_texts(self) -> list[str] | None:
         """The label of each row as text, ``""`` for none, or None where there are no labels."""
         if self.labels is None:

@@ -333,8 +333,7 @@ def _about_rows(embeddings: Embeddings, rows: Array, names: _Names) -> Columns:
     texts = embeddings.label_texts()
     if texts is not None:
         columns["label"] = [texts[i] or None for i in rows]
-    saved = {name: values for name, values in embeddings.outputs.items() if values.ndim == 1}
-    for name, values in [*embeddings.metadata.items(), *saved.items()]:
+    for name, values in [*embeddings.metadata.items(), *embeddings.output_columns.items()]:
         columns[names.free(name)] = _taken(values, rows)
     return columns
 

@@ -458,6 +458,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page) -> None:
         {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},
     )
     try:
+        page.until("innerWidth === 390 && report.plot.canvas.width === report.plot.size[0]")
         page.still()
         wide, map_px = page.run(
             "return [document.documentElement.scrollWidth, "

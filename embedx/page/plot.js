@@ -59,7 +59,8 @@ class Plot {
     gl.enable(gl.BLEND);
     gl.blendFunc(gl.ONE, gl.ONE_MINUS_SRC_ALPHA);
     gl.depthFunc(gl.LEQUAL);
-    this.uniform = (name) => gl.getUniformLocation(program, name);
+    const uniforms = ['moved', 'turn', 'middle', 'scale', 'size'];
+    this.uniform = Object.fromEntries(uniforms.map((name) => [name, gl.getUniformLocation(program, name)]));
     this.buffers = {};
     for (const [name, length, type] of [['before', 3, gl.FLOAT], ['after', 3, gl.FLOAT], ['shade', 4, gl.UNSIGNED_BYTE]]) {
       this.buffers[name] = gl.createBuffer();
@@ -218,11 +219,11 @@ class Plot {
     gl.clear(gl.COLOR_BUFFER_BIT | gl.DEPTH_BUFFER_BIT);
     if (this.dims === 3) gl.enable(gl.DEPTH_TEST);
     else gl.disable(gl.DEPTH_TEST);
-    gl.uniform1f(this.uniform('moved'), this.moved);
-    gl.uniformMatrix3fv(this.uniform('turn'), false, this.turn());
-    gl.uniform2f(this.uniform('middle'), this.view.x, this.view.y);
-    gl.uniform2f(this.uniform('scale'), (2 * scale) / width, (2 * scale) / height);
-    gl.uniform1f(this.uniform('size'), 2 * this.radius() * ratio);
+    gl.uniform1f(this.uniform.moved, this.moved);
+    gl.uniformMatrix3fv(this.uniform.turn, false, this.turn());
+    gl.uniform2f(this.uniform.middle, this.view.x, this.view.y);
+    gl.uniform2f(this.uniform.scale, (2 * scale) / width, (2 * scale) / height);
+    gl.uniform1f(this.uniform.size, 2 * this.radius() * ratio);
     gl.drawElements(gl.POINTS, this.n, gl.UNSIGNED_INT, 0);
     const context = this.over.getContext('2d');
     context.setTransform(ratio, 0, 0, ratio, 0, 0);

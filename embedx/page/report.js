@@ -614,7 +614,7 @@
     else if (event.key === '-') plot.zoom(-0.5);
     else if (event.key === '0') fit();
     else if (event.key.toLowerCase() === 'l') lassoOn(!state.lasso);
-    else if (event.key === 'Enter') step_to_nearest();
+    else if (event.key === 'Enter') stepToNearest();
     else if (event.key === 'Escape') {
       if (state.lasso) lassoOn(false);
       else if (state.chosen >= 0) choose(-1);
@@ -624,7 +624,7 @@
   });
   // From the chosen sample to its nearest neighbour not seen on the way; without one, to the middle.
   const seen = new Set();
-  function step_to_nearest() {
+  function stepToNearest() {
     if (state.chosen < 0) {
       seen.clear();
       const [width, height] = plot.size;
