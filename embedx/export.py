@@ -1,28 +1,35 @@
 """The stage ``export``: embeddings and projections as files of other tools."""
 
+import codecs
+import contextlib
 import io
 import json
 import logging
 import math
 import os
 import re
-import shutil
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from embedx import store
 from embedx.checks import check_arguments, checked, refuse_taken
-from embedx.errors import ConfigError, StoreError, missing_extra
+from embedx.errors import ConfigError, missing_extra
+from embedx.matrix import Matrix, stratified
+from embedx.methods import principal_components
 from embedx.shown import rows_to_show, sheet_of
 from embedx.store import Array, Embeddings, Projection
 from embedx.tabular import atlas, npz, table
+from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
+
+_T = TypeVar("_T")
 
 ROWS_MOST = 100_000  # what TensorBoard's page asks for
 SHEET_PX_MOST = 8192
@@ -81,7 +88,7 @@ def tensorboard(
     Each capture point is a tensor, with thumbnails and without; each projection is a bookmark of
     the point it was made from, and a tensor of three columns. Rows that failed or could not be
     placed are left out of every file alike, and above 100,000 rows a sample stratified by label
-    is shown.
+    is shown. Memory does not grow with the features or the thumbnails.
 
     Args:
         embeddings: Opened file.
@@ -102,62 +109,18 @@ def tensorboard(
         The projector plugin of TensorBoard 2.21; ``docs/tensorboard.md`` states its rules.
     """
     try:
+        import tensorboard  # noqa: F401
         from google.protobuf import text_format
-        from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
     except ImportError:
         raise missing_extra("tensorboard", extra="viz", needed_for="exporter=tensorboard") from None
     folder = out or embeddings.path.parent / "projector"
     _check_ours(folder)
     rows, _ = rows_to_show(embeddings, projections, most=ROWS_MOST, where="the projector", least=2)
-    points = {
-        point: np.asarray(array[rows], dtype=np.float32)
-        for point, array in embeddings.embeddings.items()
-    }
     columns = _metadata(embeddings, rows)
-    files: dict[str, bytes] = {"metadata.tsv": _tab_separated(columns)}
-    sprite_px = 0
-    if embeddings.thumbnails is not None:
-        files["sprite.png"], sprite_px = _sprite(embeddings.thumbnails[rows])
-    tensors: list[tuple[str, Array, bool, list[Projection]]] = []
-    for point, features in points.items():
-        # Of fewer than three columns the page lists a tensor and draws nothing.
-        x = np.pad(features, ((0, 0), (0, max(0, 3 - features.shape[1]))))
-        own = [p for p in projections if _layer(p, points) == point]
-        tensors.append((point, x, sprite_px > 0, own))
-        if sprite_px:  # "color by" tints the pictures: without them it shows
-            tensors.append((f"{point}.points", x, False, own))
-    for projection in projections:
-        tensors.append((projection.name, _principal_axes(projection.coords[rows]), False, []))
-
-    config = ProjectorConfig()
-    # By the identity of an array: with thumbnails and without, a point is the same one.
-    paths: dict[int, str] = {}
-    axes: dict[int, Array] = {}
-    for number, (text, x, pictures, own) in enumerate(tensors, start=1):
-        # The page sorts tensors by name and opens the first one: the number keeps our order.
-        name = f"{number:0{len(str(len(tensors)))}}-{_safe(text)}"
-        if id(x) not in paths:
-            path, data = _tensor_file(name, x)
-            paths[id(x)], files[path] = path, data
-        tensor = config.embeddings.add(
-            tensor_name=name, tensor_path=paths[id(x)], metadata_path="metadata.tsv"
-        )
-        if tensor.tensor_path.endswith(".bin"):
-            tensor.tensor_shape.extend(x.shape)
-        if pictures:
-            tensor.sprite.image_path = "sprite.png"
-            tensor.sprite.single_image_dim.extend([sprite_px, sprite_px])
-        if own:
-            tensor.bookmarks_path = f"{name}.bookmarks.json"
-            color = None if pictures else _color_column(columns)
-            if id(x) not in axes:
-                axes[id(x)] = _principal_axes(x)
-            files[tensor.bookmarks_path] = _bookmarks(
-                x.shape, axes[id(x)], rows, own, label=_label_column(columns), color=color
-            )
-    files[store.EXPORT_EVENTS] = _events()
-    files[store.EXPORT_CONFIG] = (store.EXPORT_MARK + text_format.MessageToString(config)).encode()
-    _swap_folder(folder, files)
+    with store.replacing_folder(folder) as new:
+        config, sprite_px = _fill(new, embeddings, projections, rows=rows, columns=columns)
+        marked = store.EXPORT_MARK + text_format.MessageToString(config)
+        store.replace_file(new / store.EXPORT_CONFIG, marked.encode())
     log.info(
         "wrote %s: %s rows, %s tensors, %s projections as bookmarks, %s",
         folder,
@@ -167,6 +130,75 @@ def tensorboard(
         f"thumbnails of {sprite_px} px" if sprite_px else "no thumbnails",
     )
     return folder
+
+
+def _fill(
+    folder: Path,
+    embeddings: Embeddings,
+    projections: Sequence[Projection],
+    *,
+    rows: Array,
+    columns: dict[str, list[str]],
+) -> tuple[Any, int]:
+    """Write all files but the config; returns that and the side of a tile, 0 without pictures."""
+    from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
+
+    store.replace_file(folder / "metadata.tsv", _tab_separated(columns))
+    sprite_px = 0
+    if embeddings.thumbnails is not None:
+        with _writing(folder / "sprite.png") as file:
+            sprite_px = _write_sprite(file, embeddings.thumbnails, rows)
+    points = {point: Matrix(array, rows) for point, array in embeddings.embeddings.items()}
+    tensors: list[tuple[str, Matrix, bool, list[Projection]]] = []
+    for point, x in points.items():
+        own = [p for p in projections if _layer(p, points) == point]
+        tensors.append((point, x, sprite_px > 0, own))
+        if sprite_px:  # "color by" tints the pictures: without them it shows
+            tensors.append((f"{point}.points", x, False, own))
+    for projection in projections:
+        turned = Matrix(_principal_axes(Matrix(projection.coords, rows)))
+        tensors.append((projection.name, turned, False, []))
+
+    config = ProjectorConfig()
+    # By the identity of a matrix: with thumbnails and without, a point is the same one.
+    paths: dict[int, str] = {}
+    axes: dict[int, Array] = {}
+    for number, (text, x, pictures, own) in enumerate(tensors, start=1):
+        # The page sorts tensors by name and opens the first one: the number keeps our order.
+        name = f"{number:0{len(str(len(tensors)))}}-{_safe(text)}"
+        if id(x) not in paths:
+            paths[id(x)] = _write_tensor(folder, name, x)
+        tensor = config.embeddings.add(
+            tensor_name=name, tensor_path=paths[id(x)], metadata_path="metadata.tsv"
+        )
+        if tensor.tensor_path.endswith(".bin"):
+            tensor.tensor_shape.extend(_drawn_shape(x))
+        if pictures:
+            tensor.sprite.image_path = "sprite.png"
+            tensor.sprite.single_image_dim.extend([sprite_px, sprite_px])
+        if own:
+            tensor.bookmarks_path = f"{name}.bookmarks.json"
+            color = None if pictures else _color_column(columns)
+            if id(x) not in axes:
+                axes[id(x)] = _principal_axes(x)
+            with _writing(folder / tensor.bookmarks_path) as file:
+                _write_bookmarks(
+                    file,
+                    _drawn_shape(x),
+                    axes[id(x)],
+                    rows,
+                    own,
+                    label=_label_column(columns),
+                    color=color,
+                )
+    store.replace_file(folder / store.EXPORT_EVENTS, _events())
+    return config, sprite_px
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[BinaryIO]:
+    with store.replacing(path) as fd, os.fdopen(fd, "wb", closefd=False) as file:
+        yield file
 
 
 EXPORTERS: dict[str, Callable[..., Path]] = {
@@ -212,17 +244,43 @@ def _safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", text)[:100]
 
 
-def _tensor_file(name: str, x: Array) -> tuple[str, bytes]:
-    """Name and bytes of a tensor's file: raw, or text where raw would be read as text."""
-    data = x.astype("<f4").tobytes()
-    # The server tries text first, line by line, and goes on to raw when a line is not UTF-8.
-    end = data.find(b"\n") + 1
+def _drawn_shape(x: Matrix) -> tuple[int, int]:
+    """Rows and columns of a tensor: of fewer than three columns the page draws nothing."""
+    return len(x), max(3, x.shape[1])
+
+
+def _blocks(x: Matrix) -> Iterator[Array]:
+    """The rows of a tensor as raw floats, some at a time."""
+    for block in x.blocks():
+        yield np.pad(x[block], ((0, 0), (0, _drawn_shape(x)[1] - x.shape[1]))).astype("<f4")
+
+
+def _write_tensor(folder: Path, name: str, x: Matrix) -> str:
+    """Write a tensor raw, or as text where raw would be read as text; returns the file's name."""
+    path = f"{name}.{'tsv' if _reads_as_text(x) else 'bin'}"
+    with _writing(folder / path) as file:
+        for values in _blocks(x):
+            if path.endswith(".bin"):
+                file.write(values.tobytes())
+            else:
+                lines = ("\t".join(f"{v:.9g}" for v in row) for row in values.tolist())
+                file.write(("\n".join(lines) + "\n").encode())
+    return path
+
+
+def _reads_as_text(x: Matrix) -> bool:
+    """The server tries text first, line by line, and goes on to raw when a line is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        data[: end or None].decode("utf-8")
+        for values in _blocks(x):
+            line, end, _ = values.tobytes().partition(b"\n")
+            decoder.decode(line, final=bool(end))
+            if end:
+                return True
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError:
-        return f"{name}.bin", data
-    lines = ("\t".join(f"{v:.9g}" for v in row) for row in x.tolist())
-    return f"{name}.tsv", ("\n".join(lines) + "\n").encode()
+        return False
+    return True
 
 
 # --------------------------------------------------------------------------- metadata.tsv
@@ -318,40 +376,112 @@ def _color_column(columns: dict[str, list[str]]) -> str | None:
 # --------------------------------------------------------------------------- sprite.png
 
 
-def _sprite(thumbnails: Array) -> tuple[bytes, int]:
-    """The square sheet of square tiles, row by row from the top left, and the side of a tile."""
-    n, height, width = thumbnails.shape[:3]
-    across = math.ceil(math.sqrt(n))
-    tile = min(max(height, width), SHEET_PX_MOST // across)
-    sheet = sheet_of(thumbnails, tile=tile, across=across, down=across)
-    data = io.BytesIO()
-    sheet.save(data, "PNG", compress_level=1)  # 0.6 of the time for 1.1 of the bytes
-    return data.getvalue(), tile
+_BAND_BYTES = 2**22
+
+
+def _write_sprite(file: BinaryIO, thumbnails: Array, rows: Array) -> int:
+    """Write the square sheet of square tiles, from the top left; returns the side of a tile."""
+    largest = int(max(thumbnails.shape[1:3]))
+    across = math.ceil(math.sqrt(len(rows)))
+    tile = min(largest, SHEET_PX_MOST // across)
+    step = max(1, _BAND_BYTES // (3 * across * tile**2))
+
+    def band(first: int) -> Array:
+        last = min(first + step, across)
+        few = thumbnails[rows[first * across : last * across]]
+        return np.asarray(sheet_of(few, tile=tile, across=across, down=last - first))
+
+    side = across * tile
+    _write_png(file, band, range(0, across, step), shape=(side, side))
+    return tile
+
+
+def _write_png(
+    file: BinaryIO, band: Callable[[int], Array], bands: Sequence[int], *, shape: tuple[int, int]
+) -> None:
+    """Write a PNG of 8-bit RGB, its bands compressed side by side.
+
+    Pillow takes four times as long in one thread: it weighs five filters for each line, and looks
+    for strings where the noise of a photo has none. Here a line is told by the one above it, and
+    only runs are looked for; the files are no larger.
+
+    Args:
+        file: Where to.
+        band: Gives the pixels of a band, shape ``(h, width, 3)`` uint8.
+        bands: What to call it with, from the top.
+        shape: Height and width.
+
+    References:
+        Portable Network Graphics 1.2 (ISO/IEC 15948), sections 5, 9 and 10; RFC 1950.
+    """
+
+    def chunk(kind: bytes, data: bytes) -> None:
+        checksum = zlib.crc32(kind + data)
+        file.write(len(data).to_bytes(4) + kind + data + checksum.to_bytes(4))
+
+    def compressed(which: int) -> tuple[Array, bytes]:
+        pixels = band(which)
+        lines = np.empty((len(pixels), 1 + pixels[0].size), np.uint8)
+        flat = pixels.reshape(len(pixels), -1)
+        lines[0, 0], lines[1:, 0] = 0, 2  # the filters None and Up
+        lines[0, 1:] = flat[0]
+        np.subtract(flat[1:], flat[:-1], out=lines[1:, 1:])
+        deflate = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
+        # Each band ends on a byte, and the last one ends the stream.
+        end = zlib.Z_FINISH if which == bands[-1] else zlib.Z_SYNC_FLUSH
+        return lines, deflate.compress(lines.data) + deflate.flush(end)
+
+    file.write(b"\x89PNG\r\n\x1a\n")
+    chunk(b"IHDR", shape[1].to_bytes(4) + shape[0].to_bytes(4) + bytes([8, 2, 0, 0, 0]))
+    chunk(b"IDAT", b"\x78\x01")  # the head of a zlib stream
+    checksum = zlib.adler32(b"")
+    for lines, data in _side_by_side(compressed, bands):
+        checksum = zlib.adler32(lines.data, checksum)
+        chunk(b"IDAT", data)
+    chunk(b"IDAT", checksum.to_bytes(4))
+    chunk(b"IEND", b"")
+
+
+def _side_by_side(work: Callable[[int], _T], items: Sequence[int]) -> Iterator[_T]:
+    """Results in the order of the items, computed by threads that are few results ahead."""
+    ahead: deque[Future[_T]] = deque()
+    with ThreadPoolExecutor(n_threads()) as threads:
+        for item in items:
+            ahead.append(threads.submit(work, item))
+            if len(ahead) > n_threads():
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 # --------------------------------------------------------------------------- projections
 
 
-def _layer(projection: Projection, points: Mapping[str, Array]) -> str:
+def _layer(projection: Projection, points: Mapping[str, Matrix]) -> str:
     """The capture point that a projection was made from; the first where it does not say."""
     layer = str(projection.attrs.get("layer"))
     return layer if layer in points else next(iter(points))
 
 
-def _principal_axes(coords: Array) -> Array:
-    """Coordinates centred, turned to their principal axes, cut or padded to three columns."""
-    centered = coords.astype(np.float64) - coords.mean(axis=0, dtype=np.float64)
-    if min(centered.shape) > 500:
-        from sklearn.utils.extmath import randomized_svd
-
-        _, _, axes = randomized_svd(centered, 3, random_state=0)
-    else:
-        _, _, axes = np.linalg.svd(centered, full_matrices=False)
-    turned = centered @ axes[:3].T
-    return np.pad(turned, ((0, 0), (0, 3 - turned.shape[1]))).astype(np.float32)
+# Of so many features all rows are worth their axes; of more, so many rows are.
+_AXES_FEATURES, _AXES_ROWS = 512, 2048
 
 
-def _bookmarks(
+def _principal_axes(x: Matrix) -> Array:
+    """Rows centred and turned to their principal axes, shape ``(n, 3)`` float32.
+
+    The axes are those of all rows; of 2,048 of them, chosen at random, above 512 features.
+    """
+    some = x
+    if x.shape[1] > _AXES_FEATURES:
+        some = x.among(stratified(len(x), _AXES_ROWS, None, seed=0))
+    mean, axes, _ = principal_components(some, min(3, *some.shape))
+    turned = np.asarray(x.along(mean=mean, axes=axes))
+    return np.pad(turned, ((0, 0), (0, 3 - turned.shape[1])))
+
+
+def _write_bookmarks(
+    file: BinaryIO,
     shape: tuple[int, ...],
     pca: Array,
     rows: Array,
@@ -359,75 +489,49 @@ def _bookmarks(
     *,
     label: str,
     color: str | None,
-) -> bytes:
-    """One saved state a projection, in the slot "umap": the slot "tsne" would start moving."""
-    states = []
-    for projection in projections:
-        coords = projection.coords[rows][:, :3]
-        in_3d = coords.shape[1] == 3
-        coords = np.pad(coords, ((0, 0), (0, 3 - coords.shape[1])))
-        keys = ["umap-0", "umap-1", "umap-2", "pca-0", "pca-1", "pca-2"]
-        table = [[float(f"{v:.7g}") for v in row] for row in np.hstack([coords, pca]).tolist()]
+) -> None:
+    """Write a saved state a projection, in the slot "umap": the slot "tsne" would start moving."""
+    keys = ["umap-0", "umap-1", "umap-2", "pca-0", "pca-1", "pca-2"]
+    line = "{" + ", ".join(f'"{key}": %.7g' for key in keys) + "}"
+    for number, projection in enumerate(projections):
+        in_3d = projection.coords.shape[1] >= 3
         camera = {
             "orthographic": not in_3d,
             "position": [0.45, 0.9, 1.6] if in_3d else [0, 0, 4],
             "target": [0, 0, 0],
             "zoom": 1,
         }
-        states.append(
-            {
-                "label": f"{str(projection.attrs['method']).upper()} {projection.name}",
-                "isSelected": False,
-                "selectedProjection": "umap",
-                "dataSetDimensions": list(shape),
-                "umapIs3d": in_3d,
-                "umapNeighbors": 15,
-                "umapMinDist": 0.1,
-                "tSNEis3d": in_3d,
-                "tSNEIteration": 0,
-                "tSNEPerplexity": 30,  # of the page's own sliders, which a bookmark sets
-                "tSNELearningRate": 1,
-                "pcaComponentDimensions": [0, 1, 2],
-                "customXLeftText": "",
-                "customXRightText": "",
-                "customYUpText": "",
-                "customYDownText": "",
-                "filteredPoints": None,
-                "selectedPoints": [],
-                "selectedLabelOption": label,
-                "selectedColorOptionName": color or "No color map",
-                "forceCategoricalColoring": False,  # up to 50 values are categories anyway
-                "cameraDef": camera,
-                "projections": [dict(zip(keys, row, strict=True)) for row in table],
-            }
-        )
-    return json.dumps(states, allow_nan=False).encode()
-
-
-def _swap_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a whole folder beside ``folder``, then put it in its place or leave all as it was."""
-    target = folder.resolve()  # a link stays, and what it leads to is replaced
-    new = old = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        new.chmod(0o755)
-        for name, data in files.items():
-            store.replace_file(new / name, data)
-        if target.exists():
-            old = new.with_name(new.name + ".old")
-            os.replace(target, old)
-        os.replace(new, target)
-    except BaseException as error:
-        if old is not None and old.exists() and not target.exists():
-            os.replace(old, target)
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
-            raise StoreError(
-                f"cannot write {folder}: {error.strerror or error}; choose another out=FOLDER"
-            ) from error
-        raise
-    finally:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+        state = {
+            "label": f"{str(projection.attrs['method']).upper()} {projection.name}",
+            "isSelected": False,
+            "selectedProjection": "umap",
+            "dataSetDimensions": list(shape),
+            "umapIs3d": in_3d,
+            "umapNeighbors": 15,
+            "umapMinDist": 0.1,
+            "tSNEis3d": in_3d,
+            "tSNEIteration": 0,
+            "tSNEPerplexity": 30,  # of the page's own sliders, which a bookmark sets
+            "tSNELearningRate": 1,
+            "pcaComponentDimensions": [0, 1, 2],
+            "customXLeftText": "",
+            "customXRightText": "",
+            "customYUpText": "",
+            "customYDownText": "",
+            "filteredPoints": None,
+            "selectedPoints": [],
+            "selectedLabelOption": label,
+            "selectedColorOptionName": color or "No color map",
+            "forceCategoricalColoring": False,  # up to 50 values are categories anyway
+            "cameraDef": camera,
+        }
+        head = json.dumps(state, allow_nan=False).removesuffix("}")
+        file.write(f'{", " if number else "["}{head}, "projections": ['.encode())
+        for block in Matrix(pca).blocks():
+            coords = projection.coords[rows[block], :3]
+            coords = np.pad(coords, ((0, 0), (0, 3 - coords.shape[1])))
+            table = np.hstack([coords, pca[block]]).tolist()
+            text = ", ".join(line % tuple(row) for row in table)
+            file.write(f"{', ' if block.start else ''}{text}".encode())
+        file.write(b"]}")
+    file.write(b"]")

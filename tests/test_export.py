@@ -1,11 +1,14 @@
 """The stage ``export``, read back by the code of TensorBoard's projector plugin."""
 
+import contextlib
 import io
 import json
 import logging
 import math
 import os
 import re
+import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -698,6 +701,84 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) ->
     with pytest.raises(StoreError, match="choose another out=FOLDER") as caught:
         export(path, out=tmp_path / "file" / "projector")
     assert "\n" not in str(caught.value)
+
+
+KILLED = """
+import os, signal, sys
+from embedx import store
+from embedx.export import export
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_amid_a_file(path, data):
+    with store.replacing(path) as fd:
+        os.write(fd, data)
+        die()
+
+if sys.argv[2] == "tensorboard":
+    store.replace_file = die_amid_a_file
+else:
+    os.replace = die
+export(sys.argv[1], exporter=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("exporter", ["tensorboard", "npz"])
+def test_what_a_killed_export_left_is_removed_by_the_next_and_of_a_living_one_is_not(
+    tmp_path: Path, exporter: str
+) -> None:
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
+    export(path, exporter=exporter)
+    before = everything(tmp_path)
+    command = [sys.executable, "-c", KILLED, str(path), exporter]
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+    left = {name: data for name, data in everything(tmp_path).items() if name not in before}
+    assert left, "nothing was under way when it was killed"
+    assert {name: data for name, data in everything(tmp_path).items() if name in before} == before
+    living = tmp_path / ("projector" if exporter == "tensorboard" else "embeddings.npz")
+    replacing = store.replacing_folder if exporter == "tensorboard" else store.replacing
+    with contextlib.suppress(KeyboardInterrupt), replacing(living):
+        beside = {p.name for p in tmp_path.glob(".*.tmp")}
+        assert len(beside) == 1, "that of the killed one is removed"
+        export(path, exporter=exporter)
+        assert {p.name for p in tmp_path.glob(".*.tmp")} == beside
+        raise KeyboardInterrupt
+    assert everything(tmp_path) == before
+
+
+def test_a_sheet_in_many_bands_is_the_sheet_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 256, (53, 6, 4, 3), dtype=np.uint8)
+    pictures[20:40] //= 255  # flat ones beside noise
+    path = embeddings_file(tmp_path, {"pool": points_of(53)}, thumbnails=pictures)
+    monkeypatch.setattr(EXPORT, "_BAND_BYTES", 2000)
+    served = Served(export(path))
+    expected = np.full((8 * 6, 8 * 6, 3), 255, np.uint8)
+    for i, picture in enumerate(pictures):
+        y, x = divmod(i, 8)
+        expected[6 * y : 6 * y + 6, 6 * x + 1 : 6 * x + 5] = picture
+    np.testing.assert_array_equal(served.sheet("1-pool"), expected)
+    data = (served.folder / "sprite.png").read_bytes()
+    assert data.count(b"IDAT") > 4
+
+
+def test_axes_of_more_features_than_rows_to_take_them_from_are_the_principal_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 600)).astype(np.float32)
+    x[:, :2] *= [[90, 40]]
+    path = embeddings_file(tmp_path, {"pool": x + 5})
+    projection_file(path, "umap-1", points_of(300, 2))
+    monkeypatch.setattr(EXPORT, "_AXES_ROWS", 200)
+    rows = Served(export(path)).bookmarks("1-pool")[0]["projections"]
+    for axis in range(2):
+        along = np.array([row[f"pca-{axis}"] for row in rows])
+        assert abs(np.corrcoef(along, x[:, axis])[0, 1]) > 0.99
+        assert abs(along.mean()) < 15, "centred on the mean of those rows"
 
 
 def test_an_unknown_exporter_is_refused_with_the_ones_there_are(tmp_path: Path) -> None:
