@@ -57,6 +57,8 @@ class Source:
         notes: What was found and what was passed over, for the user.
         warnings: What the user should be told aloud.
         root: The folder that holds the items; None where there is none.
+        reads_files: Whether ``read`` is ours and opens a file of its own for each item, so that
+            threads may share it.
 
     Raises:
         DataError: An id that is no text, a label that is no index into its names, or a column that
@@ -77,6 +79,7 @@ class Source:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     root: Path | None = None
+    reads_files: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.ids, _RowNumbers):
@@ -100,11 +103,6 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def reads_files(self) -> bool:
-        """Whether ``read`` is our own, of pictures in a folder: threads may then share it."""
-        return isinstance(self.read, _FileReader)
 
 
 def _require_texts(ids: Any, what: str) -> None:
@@ -366,6 +364,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         label_names=label_names,
         notes=(note, *((f"passed over: {where}",) if where else ())),
         root=top,
+        reads_files=True,
     )
 
 

@@ -1,0 +1,119 @@
+"""Columns of tables in the types that a file of rows keeps: numbers, booleans, texts."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from embedx.matrix import Array
+
+Column = Array | list[str]
+
+# A longer text is cut: a file has room for the longest text in every row.
+TEXT_BYTES_MOST = 1024
+_WHOLE = re.compile(r"-?(0|[1-9]\d{0,18})", re.ASCII)  # 007 is a name, not a number
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?|[-+]?inf(inity)?|nan", re.ASCII)
+_BOOLEANS = {"true": True, "True": True, "TRUE": True} | dict.fromkeys(
+    ("false", "False", "FALSE"), False
+)
+_EXACT = 2**53  # the largest whole number up to which float64 has them all
+
+
+def from_texts(texts: Sequence[str]) -> Column:
+    """A column of cells of a text file in the narrowest type that says the same.
+
+    Args:
+        texts: n cells; an empty one is missing.
+
+    Returns:
+        Shape ``(n,)``: int64 where each cell is a whole number; float64 where each is a number or
+        missing, which is NaN, and no digit is lost; bool where each is true or false; else the
+        texts as they are. A number with a leading zero or plus is a text, as codes and postcodes
+        are.
+    """
+    present = [text for text in texts if text]
+    if not present:
+        return list(texts)
+    if all(map(_WHOLE.fullmatch, present)):
+        numbers = [int(text) for text in present]
+        if len(present) == len(texts) and _fits(numbers):
+            return np.array(numbers, np.int64)
+        if max(map(abs, numbers)) <= _EXACT:
+            return np.array([int(text) if text else np.nan for text in texts], np.float64)
+    elif all(text in _BOOLEANS for text in present):
+        if len(present) == len(texts):
+            return np.array([_BOOLEANS[text] for text in texts], bool)
+    elif all(_is_number(text) for text in present):
+        return np.array([float(text) if text else np.nan for text in texts], np.float64)
+    return list(texts)
+
+
+def _fits(numbers: Sequence[int]) -> bool:
+    return min(numbers) >= -(2**63) and max(numbers) < 2**63
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number that float64 holds as exactly as it is written."""
+    if not _NUMBER.fullmatch(text.lower()) or not any(c.isdigit() or c in "fn" for c in text):
+        return False
+    digits = re.sub(r"[eE].*|[-.]", "", text).strip("0")
+    return len(digits) <= 17 and (abs(float(text)) != np.inf or "inf" in text.lower())
+
+
+def from_arrow(column: Any) -> Column | None:
+    """A column of an Arrow table in a type that a file keeps.
+
+    Args:
+        column: A ``ChunkedArray`` or ``Array`` of n values.
+
+    Returns:
+        Shape ``(n,)``: numbers and booleans as they are; with missing values whole numbers become
+        float64 with NaN where that is exact, and texts where not, booleans texts; dates and times
+        as ISO 8601 texts, with the offset of a zone; a missing text is empty. None for what has no
+        place in a column: lists, structures, bytes.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if pa.types.is_floating(kind):
+        wide = pa.float32() if pa.types.is_float16(kind) else kind
+        return np.asarray(column.cast(wide).to_numpy(zero_copy_only=False))
+    if pa.types.is_integer(kind):
+        if not column.null_count:
+            return np.asarray(column.to_numpy(zero_copy_only=False))
+        largest = pc.max(pc.abs(column.cast(pa.decimal128(20)))).as_py() or 0
+        if largest <= _EXACT:
+            return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
+    elif pa.types.is_boolean(kind) and not column.null_count:
+        return np.asarray(column.to_numpy(zero_copy_only=False))
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if pa.types.is_temporal(kind) and not (
+        pa.types.is_duration(kind) or pa.types.is_interval(kind)
+    ):
+        texts = column.cast(pa.string()).to_pylist()
+        return ["" if text is None else text.replace(" ", "T", 1) for text in texts]
+    is_plain = pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
+    if is_text or is_plain:
+        return ["" if text is None else text for text in column.cast(pa.string()).to_pylist()]
+    return None
+
+
+def shortened(texts: Sequence[str]) -> tuple[list[str], int]:
+    """Texts of at most 1,024 bytes of UTF-8 without NUL, and how many had to be cut."""
+    n_cut = 0
+    kept = []
+    for given in texts:
+        text = given.replace("\0", " ")
+        data = text.encode("utf-8", "backslashreplace")
+        is_long = len(data) > TEXT_BYTES_MOST
+        n_cut += is_long
+        kept.append(
+            data[: TEXT_BYTES_MOST - 3].decode("utf-8", "ignore") + "…" if is_long else text
+        )
+    return kept, n_cut
