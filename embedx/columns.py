@@ -1,7 +1,9 @@
 """Columns of tables in the types that a file of rows keeps: numbers, booleans, texts."""
 
+import json
 import re
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,64 @@ def _is_number(text: str) -> bool:
         return False
     digits = re.sub(r"[eE].*|[-.]", "", text).strip("0")
     return len(digits) <= 17 and (abs(float(text)) != np.inf or "inf" in text.lower())
+
+
+def from_values(values: Sequence[Any]) -> Column | None:
+    """A column of values as JSON has them, None for a missing one.
+
+    Returns:
+        Shape ``(n,)``: bool, int64 or float64 where all are such, missing numbers being NaN; else
+        texts, a missing one being empty and others than texts as JSON writes them. None where one
+        is a list or an object.
+    """
+    present = [value for value in values if value is not None]
+    if any(isinstance(value, (list, dict)) for value in present):
+        return None
+    kinds = {type(value) for value in present}
+    if kinds == {bool} and len(present) == len(values):
+        return np.array(values, bool)
+    if kinds and kinds <= {int, float}:
+        if kinds == {int} and len(present) == len(values) and _fits(present):
+            return np.array(values, np.int64)
+        if all(abs(value) <= _EXACT for value in present if isinstance(value, int)):
+            return np.array([np.nan if value is None else value for value in values], np.float64)
+    return ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
+
+
+def concatenated(parts: Sequence[tuple[int, Column | None]]) -> Column:
+    """Columns of one name one after the other.
+
+    Args:
+        parts: Of each how many rows it has, and the column; None where it has none, which is NaN
+            among numbers and an empty text among texts.
+
+    Returns:
+        Numbers where all are numbers and stay what they are; else texts.
+    """
+    columns = [column for _, column in parts if column is not None]
+    arrays = [np.asarray(column) for column in columns if not isinstance(column, list)]
+    is_whole = len(columns) == len(parts)
+    if len(arrays) == len(columns) and len({array.dtype.kind == "b" for array in arrays}) == 1:
+        kinds = {array.dtype.kind for array in arrays}
+        if is_whole and len(kinds) == 1:
+            return np.concatenate(arrays)
+        is_exact = all(
+            array.dtype.kind == "f" or np.abs(array.astype(object)).max(initial=0) <= _EXACT
+            for array in arrays
+        )
+        if "b" not in kinds and is_exact:
+            return np.concatenate(
+                [np.full(n, np.nan) if c is None else np.asarray(c, float) for n, c in parts]
+            )
+    texts: list[str] = []
+    for n, column in parts:
+        if column is None:
+            texts += [""] * n
+        elif isinstance(column, list):
+            texts += column
+        else:
+            texts += ["" if isnan(v) else json.dumps(v) for v in column.tolist()]
+    return texts
 
 
 def from_arrow(column: Any) -> Column | None:

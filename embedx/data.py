@@ -105,6 +105,33 @@ class Source:
         return len(self.ids)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Samples that come shard by shard; how many there are is known when the last one was read.
+
+    Attributes:
+        name: For files and tables.
+        names: Of the shards, in order.
+        fingerprint: Hash of what the shards are.
+        read: Gives shard i as a :class:`Source`, for as long as its ``with`` block lasts: called
+            with ``scratch``, a path at which it may put a copy, and ``most``, how many samples are
+            wanted at most. Ids of two shards differ.
+        limit: How many samples are wanted of all; None for no limit.
+        notes: What was found, for the user.
+        warnings: What the user should be told aloud.
+        root: The folder that holds the shards; None where there is none.
+    """
+
+    name: str
+    names: Sequence[str]
+    fingerprint: str
+    read: Callable[..., contextlib.AbstractContextManager[Source]]
+    limit: int | None = None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    root: Path | None = None
+
+
 def _require_texts(ids: Any, what: str) -> None:
     odd = next((name for name in ids if not isinstance(name, str)), None)
     if odd is not None:
@@ -182,10 +209,11 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
         OSError: Missing or truncated.
     """
     with open(path, "rb") as file:
-        return _decoded(file)
+        return decoded(file)
 
 
-def _decoded(file: IO[bytes]) -> Image.Image:
+def decoded(file: IO[bytes]) -> Image.Image:
+    """The same of an open file."""
     with warnings.catch_warnings(), whole_pictures():
         warnings.simplefilter("ignore")  # our own cap stands before Pillow's warning
         try:
@@ -325,7 +353,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         what = "is not a folder" if top.exists() else "is not there"
         raise DataError(f"data.root {root} {what}; name a folder of pictures")
     found, passed_over = _scan(top)
-    where = _counted(passed_over)
+    where = counted(passed_over)
     if not found:
         raise DataError(
             f"data.root {root} holds no picture ({where or 'it is empty'}); embedx reads "
@@ -347,7 +375,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     for i, (name, size_bytes, mtime_ns) in enumerate(items):
         line = _line(name, size_bytes, mtime_ns)
         digest.update(line)
-        hashes[i] = _hash(line)
+        hashes[i] = item_hash(line)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
     if n < len(found):
         note += f", the first of {len(found):,}"
@@ -412,14 +440,17 @@ class _FileReader:
     def __call__(self, i: int) -> Image.Image:
         with open(os.path.join(self.root, *self.ids[i].split("/")), "rb") as file:
             try:
-                return _decoded(file)
+                return decoded(file)
             finally:
                 about = os.fstat(file.fileno())  # the file that was read, though its name be taken
-                if _hash(_line(self.ids[i], about.st_size, about.st_mtime_ns)) != self.hashes[i]:
+                if (
+                    item_hash(_line(self.ids[i], about.st_size, about.st_mtime_ns))
+                    != self.hashes[i]
+                ):
                     raise DataError("it was changed after the run had listed it") from None
 
 
-def _counted(passed_over: Counter[str]) -> str:
+def counted(passed_over: Counter[str]) -> str:
     """What was passed over, in one line; of many kinds, the most frequent."""
     kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1], kind[0]))
     shown = sorted((why if why.isprintable() else ascii(why), n) for why, n in kinds[:KINDS_SHOWN])
@@ -793,7 +824,14 @@ def whole_label(label: Any, *, n_names: int) -> int:
 # --------------------------------------------------------------------------- hashes
 
 
-def _hash(data: bytes) -> int:
+def numbers_first(label: str) -> tuple[int, int, str]:
+    """A key to sort labels by that are texts: whole numbers by size, then all others."""
+    is_number = label.isascii() and label.isdecimal() and len(label) < 19
+    return (0, int(label), label) if is_number else (1, 0, label)
+
+
+def item_hash(data: bytes) -> int:
+    """What an item is, in 64 bits: to name those that changed."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -809,7 +847,7 @@ def _hashed_rows(values: Array, dtype: str) -> tuple[str, Array]:
     hashes: list[Array] = []
     for block in _blocks(values):
         digest.update(block.tobytes())
-        hashes.append(np.array([_hash(form + row.tobytes()) for row in block], np.uint64))
+        hashes.append(np.array([item_hash(form + row.tobytes()) for row in block], np.uint64))
     return digest.hexdigest(), np.concatenate(hashes)
 
 
@@ -1131,7 +1169,7 @@ class _ItemReader:
             values = _as_array(rows)
             assert values is not None
             form = f"{values.shape[1:]} {_form(rows, values)}".encode()
-            if _hash(form + values.tobytes()) != self.hashes[i]:
+            if item_hash(form + values.tobytes()) != self.hashes[i]:
                 raise DataError("it was changed after the run had listed it")
             raw = rows[0]
         item = raw if self.gives_all else _input(raw)

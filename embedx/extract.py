@@ -32,8 +32,9 @@ from embedx import data as sources
 from embedx import fold, hooks, models, store
 from embedx import pooling as pools
 from embedx.checks import checked
+from embedx.columns import concatenated
 from embedx.configs import public_config, settings_sha256
-from embedx.data import Source
+from embedx.data import Shards, Source
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -48,6 +49,7 @@ from embedx.errors import (
 )
 from embedx.fingerprints import code_sha256, value_sha256
 from embedx.models import Model, Preprocess
+from embedx.parts import append_parts
 from embedx.pooling import Function
 from embedx.progress import Progress
 from embedx.rows import Rows, not_finite, picture_size, token_mask
@@ -96,8 +98,9 @@ def extract(
     Args:
         model: A network, or a :class:`~embedx.models.Model` from :mod:`embedx.models`.
         data: A folder of pictures, an array or tensor ``(n, ...)``, a map-style ``Dataset``, a
-            ``DataLoader`` of one, or a :class:`~embedx.data.Source`. Of a loader, rows are in the
-            order of its Dataset, and its ``collate_fn`` makes the inputs.
+            ``DataLoader`` of one, a :class:`~embedx.data.Source`, or
+            :class:`~embedx.data.Shards`. Of a loader, rows are in the order of its Dataset, and its
+            ``collate_fn`` makes the inputs.
         layers: Capture points, ``NAME[@CALL][:WHAT[.PATH]]``, globs, or ``penultimate``.
         pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``gap_last``, ``max``, ``gem``, ``cls``,
             ``mean_token``, or a function ``(activation) -> (n, d)``; one for all points or one
@@ -145,7 +148,7 @@ def extract(
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
     described = _as_model(model, preprocess=preprocess)
     source = _as_source(data, labels=labels, ids=ids, num_workers=num_workers)
-    if preprocess is not None and source.collate is not None:
+    if preprocess is not None and isinstance(source, Source) and source.collate is not None:
         raise ConfigError(
             "preprocess= and the collate_fn of the DataLoader both make the inputs; leave one out"
         )
@@ -166,7 +169,7 @@ def extract(
     )
     plan = _Plan(
         model=described,
-        source=source,
+        source=source if isinstance(source, Source) else _ahead(source),
         points=points,
         poolings=pools.per_point(pooling, n_points=len(points)),
         normalize=normalize,
@@ -185,6 +188,8 @@ def extract(
         only_pictures=preprocess is not None,
     )
     identity = plan.identity()
+    if isinstance(source, Shards):
+        identity |= {"rows": source.limit, "items": source.fingerprint, "columns": None}
     file_id = settings_sha256(identity)
     folder = Path(out) if out else Path("outputs") / f"{described.name}-{source.name}-{file_id[:6]}"
     path = folder / store.EMBEDDINGS_NAME
@@ -195,16 +200,18 @@ def extract(
         if path.exists() and not _is_begun(partial, identity):
             _refuse_another(path, identity, source)
             log.info("%s is complete already with these settings: nothing to do", path)
+            if store.parts_id(path) == file_id:  # killed when all was done but this
+                store.remove_parts(path)
             return store.open(path)
-        store.require_no_parts(path)
+        store.require_no_parts(path, of=file_id if isinstance(source, Shards) else None)
         if partial.exists():
             _refuse_another(partial, identity, source)
     log.info(
-        "extracting %s of %s over %s (%s rows) on %s into %s",
+        "extracting %s of %s over %s (%s) on %s into %s",
         ", ".join(point.name for point in points),
         described.name,
         source.name,
-        f"{len(source):,}",
+        f"{len(source):,} rows" if isinstance(source, Source) else f"{len(source.names):,} shards",
         torch_device,
         path,
     )
@@ -234,7 +241,10 @@ def extract(
         "environment": json.dumps(_environment()),
     }
     text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
-    _run(plan, path, attrs, config=text, overwrite=overwrite)
+    if isinstance(source, Shards):
+        _run_shards(plan, source, path, attrs, config=text, overwrite=overwrite)
+    else:
+        _run(plan, path, attrs, config=text, overwrite=overwrite)
     return store.open(path)
 
 
@@ -322,11 +332,14 @@ def _as_model(model: Any, *, preprocess: Preprocess | None) -> Model:
     )
 
 
-def _as_source(data: Any, *, labels: Any, ids: Any, num_workers: int | str | None) -> Source:
+def _as_source(
+    data: Any, *, labels: Any, ids: Any, num_workers: int | str | None
+) -> Source | Shards:
     # What a Dataset opens on first use must not be open here when worker processes are forked:
     # they would read through one file position.
     look = _in_a_worker if isinstance(num_workers, int) and num_workers else None
-    if isinstance(data, Source):
+    source: Source | Shards
+    if isinstance(data, (Source, Shards)):
         source = data
     elif isinstance(data, (str, os.PathLike)):
         source = sources.folder(os.fspath(data))
@@ -436,11 +449,12 @@ def _not_followed(loader: "torch.utils.data.DataLoader[Any]") -> list[str]:
     return said
 
 
-def _workers_for(source: Source, device: torch.device, *, batch_size: int) -> int:
+def _workers_for(source: Source | Shards, device: torch.device, *, batch_size: int) -> int:
     """How many processes read, where it is left to us; the rows are the same for any number."""
     # Beside a network on the same processors, a worker only takes turns with it: there the
     # pictures of a batch are read by threads, and then all processors multiply.
-    if device.type == "cpu" or source.root is None or len(source) <= batch_size:
+    is_of_files = isinstance(source, Shards) or (source.reads_files and len(source) > batch_size)
+    if device.type == "cpu" or not is_of_files:
         return 0
     return max(1, min(n_threads() - 1, 8))
 
@@ -485,7 +499,7 @@ def _is_begun(partial: Path, identity: Mapping[str, Any]) -> bool:
     return False
 
 
-def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source) -> None:
+def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source | Shards) -> None:
     """Raise if the file that is there belongs to another run, naming the first difference."""
     there = store.Embeddings(present).identity
     differing = [key for key, value in identity.items() if there.get(key) != value]
@@ -498,7 +512,8 @@ def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source) 
         others = {name for name in was | now if was.get(name) != now.get(name)}
         was, now = ({k: v for k, v in one.items() if k in others} for one in (was, now))
     if key in ("rows", "items"):
-        difference = f"the data has changed since: {_changes(present, source)}"
+        changes = _changes(present, source) if isinstance(source, Source) else "other shards"
+        difference = f"the data has changed since: {changes}"
     elif key == "weights_sha256":
         words = store.Embeddings(present).attrs.get("weights")
         difference = f"its weights are {_short(words)}, {str(was)[:8]}, and here {str(now)[:8]}"
@@ -873,22 +888,111 @@ def _run(
     plan: _Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwrite: bool
 ) -> None:
     """Fill ``path``, from the start or from where it was left."""
-    expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
-    replaced = None
+    replaced = _id_of(path)
+    started = time.monotonic()
+    with _stop_on_signal() as stop, _forward(plan) as forward:
+        filled = _fill(plan, path, attrs, forward=forward, stop=stop, overwrite=overwrite)
+        if isinstance(filled, str):
+            raise DataError(
+                f"every one of the {len(plan.source):,} rows failed; the first, {filled}"
+            )
+        with contextlib.closing(filled.writer):
+            _put_in_place(filled.writer, config=config, replaced=replaced, overwrite=overwrite)
+        if stop.number:  # too late for this file, in time for what would follow
+            raise Interrupted(
+                f"stopped by {stop.name} when {path} was complete", signal_number=stop.number
+            )
+    _report(filled.writer, path, seconds=time.monotonic() - started, rate=filled.rate)
+
+
+def _id_of(path: Path) -> str | None:
+    """The id of a file that is to be replaced; None of none, or of one that is damaged."""
     if path.exists():
-        with contextlib.suppress(StoreError):  # damaged: nothing can be known to be made of it
-            replaced = str(store.open(path).attrs["id"])
+        with contextlib.suppress(StoreError):  # nothing can be known to be made of it
+            return str(store.open(path).attrs["id"])
+    return None
+
+
+def _put_in_place(
+    writer: store.Writer, *, config: str, replaced: str | None, overwrite: bool
+) -> None:
+    """Give a file with all its rows its name, and take away what it replaces.
+
+    Raises:
+        DataError: Every row failed; the file is taken away.
+    """
+    path = writer.path
+    if writer.n_failed == writer.n_rows:
+        writer.commit()
+        reasons = [one["reason"] for one in store.read_reasons(path)]
+        writer.discard()
+        _remove_if_empty(path.parent)
+        raise DataError(
+            f"every one of the {writer.n_rows:,} rows failed; the first: {(*reasons, 'unknown')[0]}"
+        )
+    writer.require_own()
+    # Before the file takes its name: whatever stops us here, the next run comes by again.
+    store.replace_file(path.with_name("config.yaml"), config.encode())
+    if replaced is not None:
+        store.remove_derived(path.parent, replaced)
+    if overwrite:
+        store.remove_parts(path)
+    writer.finish()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filled:
+    """A writer that has all rows, and how many a second it got."""
+
+    writer: store.Writer
+    rate: float
+
+
+def _fill(
+    plan: _Plan,
+    path: Path,
+    attrs: Mapping[str, Any],
+    *,
+    forward: Callable[[_Batch], "_Results"],
+    stop: _Stop,
+    overwrite: bool = False,
+    fields: Sequence[Field] | None = None,
+    title: str = "",
+) -> _Filled | str:
+    """Write all rows that ``path`` does not have yet, and leave it to be finished.
+
+    Args:
+        plan: What to do.
+        path: The file.
+        attrs: Its root attributes.
+        forward: The forward pass.
+        stop: Whether to stop after the batch at hand.
+        overwrite: Whether the file takes the place of another.
+        fields: Of the file; those of the first good batch where not given.
+        title: Which part of a whole it is, in words.
+
+    Returns:
+        The writer, which has the lock; where no row is good and ``fields`` are not given, the id of
+        the first and why it failed.
+    """
     if overwrite:  # from the start: what is there may be of code that has changed unseen
         store.require_idle(path)
         writer = None
     else:
+        expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
         writer = store.resume(path, expected=expected)
-    settings = path.with_name("config.yaml")
-    started = time.monotonic()
     n_rows = len(plan.source)
     first_row = writer.rows_done if writer else 0
+    of = f" of {title}" if title else ""
     if first_row:
-        log.info("going on at row %s of %s", f"{first_row:,}", f"{n_rows:,}")
+        log.info("going on at row %s of %s%s", f"{first_row:,}", f"{n_rows:,}", of)
+    if writer is None and fields is not None:
+        writer = _create(plan, path, fields, attrs, replace=overwrite)
     loader = torch.utils.data.DataLoader(
         _Batches(plan, first_row=first_row),
         batch_size=1,
@@ -899,15 +1003,14 @@ def _run(
     )
     waiting: list[_Batch] = []  # bad batches before the first good one: the shapes are not known
     with _workers_said(plan.num_workers), contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_stop_on_signal())
-        stack.callback(lambda: writer.close() if writer else None)
-        if plan.source.root is not None:  # before the threads that read: it is one for all
+        failing = stack.enter_context(contextlib.ExitStack())
+        failing.callback(lambda: writer.close() if writer else None)
+        if plan.source.reads_files:  # before the threads that read: it is one for all
             stack.enter_context(sources.whole_pictures())
         prepared = plan.model.preprocess
         if plan.source.draws or (prepared is not None and prepared.is_own):
             stack.enter_context(sources.random_put_back())
-        progress = stack.enter_context(Progress(n_rows, what="extract", done=first_row))
-        forward = stack.enter_context(_forward(plan))
+        progress = stack.enter_context(Progress(n_rows, what=title or "extract", done=first_row))
         for batch in _started(loader):
             if batch.fatal is not None:
                 raise batch.fatal
@@ -916,8 +1019,8 @@ def _run(
                 if writer:
                     writer.commit()
                 raise DataError(
-                    f"row {row}, {plan.source.ids[row]}: {batch.reasons[min(batch.reasons)]}; mend "
-                    "or remove it, or go on without such rows: on_error=skip"
+                    f"row {row}{of}, {plan.source.ids[row]}: {batch.reasons[min(batch.reasons)]}; "
+                    "mend or remove it, or go on without such rows: on_error=skip"
                 )
             results = forward(batch) if batch.inputs is not None else None
             if writer is None and results is None:
@@ -925,7 +1028,8 @@ def _run(
             else:
                 if writer is None:
                     assert results is not None
-                    writer = _create(plan, path, batch, results, attrs, replace=overwrite)
+                    fields = _fields(batch, results)
+                    writer = _create(plan, path, fields, attrs, replace=overwrite)
                     for earlier in waiting:
                         _append(writer, earlier, None, plan.source)
                 _append(writer, batch, results, plan.source)
@@ -936,39 +1040,141 @@ def _run(
                 kept = writer.rows_done if writer is not None else 0
                 anew = ", but without overwrite=true," if overwrite else ""
                 raise Interrupted(
-                    f"stopped by {stop.name}: {kept:,} of {n_rows:,} rows "
+                    f"stopped by {stop.name}: {kept:,} of {n_rows:,} rows{of} "
                     f"are kept; run the same command again{anew} to go on",
                     signal_number=stop.number,
                 )
         if writer is None:
             row, reason = min(waiting[0].reasons.items())
-            raise DataError(
-                f"every one of the {n_rows:,} rows failed; the first, {plan.source.ids[row]}: "
-                f"{reason}"
-            )
-        if writer.n_failed == n_rows:
-            writer.commit()
-            reasons = [one["reason"] for one in store.read_reasons(path)]
-            writer.discard()
-            with contextlib.suppress(OSError):
-                path.parent.rmdir()
-            raise DataError(
-                f"every one of the {n_rows:,} rows failed; the first: {(*reasons, 'unknown')[0]}"
-            )
-        writer.require_own()
-        # Before the file takes its name: whatever stops us here, the next run comes by again.
-        store.replace_file(settings, config.encode())
-        if replaced is not None:
-            store.remove_derived(path.parent, replaced)
+            return f"{plan.source.ids[row]}: {reason}"
+        failing.pop_all()
+        return _Filled(writer, progress.rate)
+
+
+# --------------------------------------------------------------------------- shards
+
+
+def _ahead(shards: Shards) -> Source:
+    """What is known of the samples of shards before the first one is read."""
+    return Source(shards.name, [], shards.read, shards.fingerprint, root=shards.root)
+
+
+def _run_shards(
+    plan: _Plan,
+    shards: Shards,
+    path: Path,
+    attrs: Mapping[str, Any],
+    *,
+    config: str,
+    overwrite: bool,
+) -> None:
+    """Fill ``path`` from parts, one a shard, of which those are made that are missing."""
+    folder = store.parts_folder(path)
+    started = time.monotonic()
+    done: dict[int, Embeddings] = {}
+    sizes: dict[int, int] = {}
+    late: dict[int, str] = {}  # of which no sample is good, before it was known what is stored
+    n_new = 0
+
+    def run(number: int, *, most: int | None) -> None:
+        nonlocal n_new
+        part = folder / f"{number:06d}" / store.EMBEDDINGS_NAME
+        if not part.exists():
+            with (
+                shards.read(number, scratch=folder / "shard.tmp", most=most) as source,
+                _stop_on_signal() as stop,
+            ):
+                sizes[number] = len(source)
+                for warning in () if number in late else source.warnings:
+                    log.warning(warning)
+                for note in () if number in late else source.notes:
+                    log.info(note)
+                if not len(source):
+                    return
+                one = dataclasses.replace(plan, source=source)
+                own_id = settings_sha256({**one.identity(), "part": number})
+                title = f"shard {number + 1:,} of {len(shards.names):,}"
+                filled = _fill(
+                    one,
+                    part,
+                    {**attrs, "id": own_id},
+                    forward=forward,
+                    stop=stop,
+                    fields=next((other.fields for other in done.values()), None),
+                    title=title,
+                )
+                if isinstance(filled, str):
+                    late[number] = filled
+                    return
+                with contextlib.closing(filled.writer):
+                    filled.writer.finish()
+                n_new += len(source)
+                if stop.number:
+                    raise Interrupted(
+                        f"stopped by {stop.name} after {title}; run the same command again to go "
+                        "on",
+                        signal_number=stop.number,
+                    )
+        done[number] = store.open(part)
+        sizes[number] = done[number].n_rows
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_if_empty, path.parent)
+        stack.enter_context(store.writing_lock(path))
         if overwrite:
             store.remove_parts(path)
-        writer.finish()
-        if stop.number:  # too late for this file, in time for what would follow
-            raise Interrupted(
-                f"stopped by {stop.name} when {path} was complete",
-                signal_number=stop.number,
-            )
-    _report(writer, path, seconds=time.monotonic() - started, rate=progress.rate)
+        store.begin_parts(path, of=str(attrs["id"]))
+        stack.callback(store.end_parts, path)
+        with _forward(plan) as forward:
+            for number in range(len(shards.names)):
+                left = None if shards.limit is None else shards.limit - sum(sizes.values())
+                if left != 0:
+                    run(number, most=left)
+            if not done:
+                first = next(iter(late.values()), "there is none")
+                raise DataError(
+                    f"every one of the {sum(sizes.values()):,} rows of {shards.name} failed; the "
+                    f"first, {first}"
+                )
+            for number in list(late):
+                run(number, most=sizes[number])
+    writer = _join([done[number] for number in sorted(done)], path, attrs, config=config)
+    seconds = time.monotonic() - started
+    _report(writer, path, seconds=seconds, rate=n_new / max(seconds, 1e-9))
+
+
+def _join(
+    parts: Sequence[Embeddings], path: Path, attrs: Mapping[str, Any], *, config: str
+) -> store.Writer:
+    """Make ``path`` of its parts, and take them away."""
+    texts = [part.label_texts() for part in parts]
+    names = {name for labels in texts for name in set(labels or ())} - {""}
+    label_names = sorted(names, key=sources.numbers_first)
+    index = {"": -1, **{name: i for i, name in enumerate(label_names)}}
+    labels = [
+        index[text]
+        for part, own in zip(parts, texts, strict=True)
+        for text in own or [""] * part.n_rows
+    ]
+    columns = dict.fromkeys(name for part in parts for name in part.metadata)
+    replaced = _id_of(path)
+    writer = store.create(
+        path,
+        ids=[name for part in parts for name in part.ids],
+        fields=parts[0].fields,
+        attrs=attrs,
+        labels=np.array(labels, np.int32) if names else None,
+        label_names=label_names,
+        metadata={
+            name: concatenated([(part.n_rows, part.metadata.get(name)) for part in parts])
+            for name in columns
+        },
+        replace=True,
+    )
+    with contextlib.closing(writer):
+        append_parts(writer, parts)
+        _put_in_place(writer, config=config, replaced=replaced, overwrite=True)
+    return writer
 
 
 @contextlib.contextmanager
@@ -1273,21 +1479,23 @@ def _matmul_precision(precision: Precision) -> Iterator[None]:
             place.fp32_precision = value
 
 
+def _fields(batch: _Batch, results: _Results) -> list[Field]:
+    """The datasets for results of the shapes and types that the first forward pass gave."""
+    return [
+        Field(name, array.shape[1:], array.dtype, results.attrs.get(name, {}))
+        for name, array in {**results.arrays, **batch.kept}.items()
+    ]
+
+
 def _create(
     plan: _Plan,
     path: Path,
-    batch: _Batch,
-    results: _Results,
+    fields: Sequence[Field],
     attrs: Mapping[str, Any],
     *,
     replace: bool,
 ) -> store.Writer:
-    """The file for results of the shapes and types that the first forward pass gave."""
     source = plan.source
-    fields = [
-        Field(name, array.shape[1:], array.dtype, results.attrs.get(name, {}))
-        for name, array in {**results.arrays, **batch.kept}.items()
-    ]
     return store.create(
         path,
         ids=source.ids,

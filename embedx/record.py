@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from embedx import hooks, store
 from embedx.checks import checked, require_exact
 from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
+from embedx.parts import append_parts
 from embedx.pooling import Function, per_point
 from embedx.rows import Rows, not_finite, picture_size, token_mask
 from embedx.store import Array, Embeddings, Field, Status
@@ -28,7 +29,6 @@ from embedx.store import Array, Embeddings, Field, Status
 log = logging.getLogger("embedx")
 
 PART_ROWS = 65_536
-_JOIN_BYTES = 2**24
 _REPLACES = "replaces"  # the id of the file that a recording was told to replace
 _RECORDING = "recording"  # what all parts of one recording have in common
 _FACTS = ("model", "weights", "source", "data")
@@ -577,16 +577,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
     }
     if "epoch" in metadata:
         metadata = {"sample": [name.rpartition("#")[0] for name in ids], **metadata}
-    points = list(parts[0].embeddings)
-    fields = [
-        store.embeddings_field(
-            point,
-            n_features=parts[0].embeddings[point].shape[1],
-            dtype=parts[0].embeddings[point].dtype,
-            attrs=parts[0].point_attrs[point],
-        )
-        for point in points
-    ]
+    fields = [field for field in parts[0].fields if field.name.startswith("embeddings/")]
     labels = None
     if parts[0].labels is not None:
         labels = np.concatenate([np.asarray(part.labels) for part in parts])
@@ -607,32 +598,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             replace=True,
         )
     ) as writer:
-        before = 0
-        for part in parts:
-            if bad := part.verify():
-                raise StoreError(
-                    f"{part.path}: row {bad[0]} ({part.ids[bad[0]]}) does not match its checksum; "
-                    "the recording cannot be joined"
-                )
-            reasons = {
-                r["row"]: r["reason"] for r in store.read_reasons(part.path.with_name(path.name))
-            }
-            block = max(1, _JOIN_BYTES // sum(field.row_bytes for field in fields))
-            for start in range(0, part.n_rows, block):
-                rows = slice(start, min(start + block, part.n_rows))
-                writer.append(
-                    {
-                        field.name: np.array(part.embeddings[point][rows])
-                        for field, point in zip(fields, points, strict=True)
-                    },
-                    status=part.status[rows],
-                    reasons={
-                        before + row: (part.ids[row], why)
-                        for row, why in reasons.items()
-                        if rows.start <= row < rows.stop
-                    },
-                )
-            before += part.n_rows
+        append_parts(writer, parts)
         writer.require_own()
         # What was made of an equal file is as good as new, unless that one's rows are damaged.
         if replaced and (replaced != file_id or store.Embeddings(path).verify()):
@@ -669,6 +635,8 @@ def _opened_parts(path: Path) -> list[Embeddings]:
     Raises:
         StoreError: One is missing, damaged, or of another recording.
     """
+    if store.parts_id(path) is not None:
+        store.require_no_parts(path)
     finals = [folder / path.name for folder in sorted(store.parts_folder(path).iterdir())]
     found = [part if part.exists() else store.partial_path(part) for part in finals]
     parts = [store.open(part) for part in found if part.exists()]

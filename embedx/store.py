@@ -435,6 +435,11 @@ def layer_name(point: str) -> str:
     return f"embeddings/{_safe_name(point)}"
 
 
+def _point_of(name: str) -> str:
+    """The capture point whose dataset has this name."""
+    return _plain_name(name.removeprefix("embeddings/"))
+
+
 def embeddings_field(
     point: str, *, n_features: int, dtype: np.dtype[Any], attrs: Mapping[str, Any]
 ) -> Field:
@@ -1145,14 +1150,62 @@ def _doomed_parts(path: Path) -> Path:
     return path.with_name(f".{path.name}.parts.tmp")
 
 
-def require_no_parts(path: Path) -> None:
-    """Raise StoreError if a recording that was not finished lies where ``path`` is to be."""
-    if parts_folder(path).is_dir():
-        folder = str(path.parent)
+_PARTS_MARK = "of.txt"
+
+
+def begin_parts(path: Path, *, of: str) -> None:
+    """Make the folder for the parts of an extraction, or go on with it.
+
+    Args:
+        path: The file to be; its lock must be ours.
+        of: Its id.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    if parts_id(path) not in (None, of):  # of a run that was killed before its first row
+        remove_parts(path)
+    replace_file(parts_folder(path) / _PARTS_MARK, of.encode())
+
+
+def end_parts(path: Path) -> None:
+    """Take the folder for parts away if there is no part in it."""
+    if parts_id(path) is not None and not _has_parts(path):
+        remove_parts(path)
+
+
+def _has_parts(path: Path) -> bool:
+    return next(parts_folder(path).glob(f"*/{path.name}*"), None) is not None
+
+
+def parts_id(path: Path) -> str | None:
+    """The id of the extraction whose parts lie there; None of none, and of a recording."""
+    with contextlib.suppress(OSError):
+        return (parts_folder(path) / _PARTS_MARK).read_text(encoding="utf-8", errors="replace")
+    return None
+
+
+def require_no_parts(path: Path, *, of: str | None = None) -> None:
+    """Raise StoreError if what lies where ``path`` is to be was not finished, and is another run.
+
+    Args:
+        path: The file to be.
+        of: Its id, where it is to be made of parts.
+    """
+    if not parts_folder(path).is_dir() or (of is not None and parts_id(path) == of):
+        return
+    folder = str(path.parent)
+    if parts_id(path) is not None:
+        if not _has_parts(path):
+            return
         raise StoreError(
-            f"{folder} holds a recording that was not finished; make a file of it with "
-            f"embedx.join({folder!r}), choose another out, or replace it with overwrite=true"
+            f"{folder} holds parts of another run that was not finished; run the command of that "
+            "one again, choose another out, or replace it with overwrite=true"
         )
+    raise StoreError(
+        f"{folder} holds a recording that was not finished; make a file of it with "
+        f"embedx.join({folder!r}), choose another out, or replace it with overwrite=true"
+    )
 
 
 def errors_path(path: Path) -> Path:
@@ -1776,6 +1829,8 @@ class Embeddings:
         embeddings: For each capture point an array ``(n, d)``.
         outputs: What else was saved row by row, such as ``logits`` ``(n, classes)``.
         thumbnails: ``(n, h, w, 3)`` uint8, or None.
+        streamed: All that was written row by row, by the name of its dataset.
+        fields: The same, as :func:`create` takes them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -1818,22 +1873,25 @@ class Embeddings:
                 plain = _plain_name(name.removeprefix("metadata/"))
                 self.metadata[plain] = _decode(column) if column.dtype.kind == "S" else column
             order = [f.name for f in fields]
+            self.streamed = {name: skeleton.map(name)[done] for name in order}
             self.embeddings = {
-                _plain_name(n.removeprefix("embeddings/")): skeleton.map(n)[done]
-                for n in order
-                if n.startswith("embeddings/")
+                _point_of(n): self.streamed[n] for n in order if n.startswith("embeddings/")
             }
             self.outputs = {
-                n.removeprefix("outputs/"): skeleton.map(n)[done]
+                n.removeprefix("outputs/"): self.streamed[n]
                 for n in order
                 if n.startswith("outputs/")
             }
             self.point_attrs = {
-                _plain_name(n.removeprefix("embeddings/")): skeleton.dataset_attrs(n)
+                _point_of(n): skeleton.dataset_attrs(n)
                 for n in order
                 if n.startswith("embeddings/")
             }
-            self.thumbnails = skeleton.map("thumbnails")[done] if "thumbnails" in order else None
+            self.fields = [
+                dataclasses.replace(f, attrs=self.point_attrs.get(_point_of(f.name), {}))
+                for f in fields
+            ]
+            self.thumbnails = self.streamed.get("thumbnails")
         if not self.embeddings:
             raise StoreError(f"{path} holds no embeddings; make it anew")
         if len(set(self.ids)) != len(self.ids):
