@@ -79,6 +79,10 @@ def from_arrow(column: Any) -> Column | None:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if pa.types.is_dictionary(column.type):
+        if _is_text(column.type.value_type):
+            # Each text once: written out they may take many times the room of the file.
+            texts = column.dictionary.to_pylist()
+            return ["" if i is None else texts[i] or "" for i in column.indices.to_pylist()]
         column = column.dictionary_decode()
     kind = column.type
     if pa.types.is_floating(kind):
@@ -92,28 +96,43 @@ def from_arrow(column: Any) -> Column | None:
             return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
     elif pa.types.is_boolean(kind) and not column.null_count:
         return np.asarray(column.to_numpy(zero_copy_only=False))
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if pa.types.is_temporal(kind) and not (
         pa.types.is_duration(kind) or pa.types.is_interval(kind)
     ):
         texts = column.cast(pa.string()).to_pylist()
         return ["" if text is None else text.replace(" ", "T", 1) for text in texts]
     is_plain = pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
-    if is_text or is_plain:
+    if _is_text(kind) or is_plain:
         return ["" if text is None else text for text in column.cast(pa.string()).to_pylist()]
     return None
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(is_of(kind) for is_of in types)
+
+
+def spelled(column: Any) -> Any:
+    """A column of booleans as the texts true and false; any other as it is."""
+    if isinstance(column, np.ndarray) and column.dtype.kind == "b":
+        return ["true" if value else "false" for value in column.tolist()]
+    return column
 
 
 def shortened(texts: Sequence[str]) -> tuple[list[str], int]:
     """Texts of at most 1,024 bytes of UTF-8 without NUL, and how many had to be cut."""
     n_cut = 0
     kept = []
+    cut: dict[str, str] = {}  # a text that comes again is kept once
     for given in texts:
         text = given.replace("\0", " ")
         data = text.encode("utf-8", "backslashreplace")
-        is_long = len(data) > TEXT_BYTES_MOST
-        n_cut += is_long
-        kept.append(
-            data[: TEXT_BYTES_MOST - 3].decode("utf-8", "ignore") + "…" if is_long else text
-        )
+        if len(data) > TEXT_BYTES_MOST:
+            n_cut += 1
+            if text not in cut:
+                cut[text] = data[: TEXT_BYTES_MOST - 3].decode("utf-8", "ignore") + "…"
+            text = cut[text]
+        kept.append(text)
     return kept, n_cut

@@ -19,6 +19,7 @@ import numpy as np
 
 from embedx import store
 from embedx.checks import check_arguments, checked, refuse_taken
+from embedx.columns import spelled
 from embedx.errors import ConfigError, missing_extra
 from embedx.matrix import Matrix, stratified
 from embedx.methods import principal_components
@@ -294,7 +295,8 @@ def _metadata(embeddings: Embeddings, rows: Array) -> dict[str, list[str]]:
         columns["label"] = _as_text([texts[i] for i in rows])
         if len(set(columns["label"])) > CLASSES_MOST:
             columns["class"] = _grouped(columns["label"])
-    for name, column in embeddings.metadata.items():
+    for name, given in embeddings.metadata.items():
+        column = spelled(given)
         safe = _cell(name)
         while safe in columns or safe in ("__next__", "__seq_next__", "__index__"):
             safe += "_"

@@ -1235,7 +1235,7 @@ def create(
         labels: Shape ``(n,)``, indices into ``label_names``, -1 for none. Labels that are known
             row by row alone are a field ``labels`` of int32.
         label_names: Names of the labels; of a field ``labels`` they may be left out.
-        metadata: Columns of n numbers or n texts.
+        metadata: Columns of n numbers, n booleans or n texts.
         replace: Take the place of a file that is there, once this one is complete.
         disk: The calls to the operating system.
 
@@ -1248,6 +1248,7 @@ def create(
             length.
     """
     columns: dict[str, Array] = {}
+    column_attrs: dict[str, dict[str, Any]] = {}
     if ids is not None:
         columns["ids"] = encode_texts(ids, what="the id")
         if len(np.unique(columns["ids"])) != len(ids):
@@ -1265,7 +1266,11 @@ def create(
     if labels is not None or label_names:
         columns["label_names"] = encode_texts(label_names, what="the label")
     for name, column in (metadata or {}).items():
-        array = np.asarray(column)
+        if isinstance(column, list) and all(isinstance(value, str) for value in column):
+            # In an array of NumPy's texts each would take four times the room of the longest.
+            array = encode_texts(column, what=f"{name}:", most_bytes=65_536)
+        else:
+            array = np.asarray(column)
         if array.dtype.kind not in "UOSbfiu" or array.ndim != 1:
             raise StoreError(
                 f"the column {name} has shape {array.shape} and type {array.dtype}; give numbers "
@@ -1275,6 +1280,7 @@ def create(
             array = encode_texts([str(v) for v in column], what=f"{name}:", most_bytes=65_536)
         elif array.dtype.kind == "b":
             array = array.astype(np.uint8)
+            column_attrs[column_name(name)] = {"type": _BOOLEAN}
         columns[column_name(name)] = array
     streamed = {f.name: ((n_rows, *f.shape), f.dtype) for f in fields}
     streamed["row_crc32"] = ((n_rows,), np.dtype("<u4"))
@@ -1288,7 +1294,8 @@ def create(
         "row_fields": json.dumps([f.name for f in fields]),
     }
     layout = {name: (column.shape, column.dtype) for name, column in columns.items()} | streamed
-    skeleton, offsets = _lay_out(layout, root=root, attrs={f.name: f.attrs for f in fields})
+    attrs_of = {**column_attrs, **{f.name: f.attrs for f in fields}}
+    skeleton, offsets = _lay_out(layout, root=root, attrs=attrs_of)
     regions = [
         (offsets[name], math.prod(shape) * dtype.itemsize)
         for name, (shape, dtype) in streamed.items()
@@ -1344,6 +1351,10 @@ def create(
         if isinstance(error, OSError):
             raise _disk_error(error, path, skeleton.size) from error
         raise
+
+
+# What a column of uint8 says of itself that holds 0 for false and 1 for true.
+_BOOLEAN = "bool"
 
 
 def _sweep(path: Path) -> None:
@@ -1772,7 +1783,7 @@ class Embeddings:
         status: Shape ``(n,)`` uint8 of :class:`Status`.
         labels: Shape ``(n,)`` int32, -1 for none, or None where the data has no labels.
         label_names: Names that ``labels`` counts through; empty where each number is its own name.
-        metadata: Further columns, each of n numbers or texts.
+        metadata: Further columns, each of n numbers, booleans or texts.
         embeddings: For each capture point an array ``(n, d)``.
         outputs: What else was saved row by row, such as ``logits`` ``(n, classes)``.
         thumbnails: ``(n, h, w, 3)`` uint8, or None.
@@ -1815,6 +1826,11 @@ class Embeddings:
             self.metadata: dict[str, Array | list[str]] = {}
             for name in skeleton.names("metadata"):
                 column = np.array(skeleton.map(name)[done])
+                if (
+                    column.dtype == np.uint8
+                    and skeleton.dataset_attrs(name).get("type") == _BOOLEAN
+                ):
+                    column = column.astype(bool)
                 plain = _plain_name(name.removeprefix("metadata/"))
                 self.metadata[plain] = _decode(column) if column.dtype.kind == "S" else column
             order = [f.name for f in fields]
