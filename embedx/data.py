@@ -58,8 +58,8 @@ class Source:
         notes: What was found and what was passed over, for the user.
         warnings: What the user should be told aloud.
         root: The folder that holds the items; None where there is none.
-        reads_files: Whether ``read`` is ours and opens a file of its own for each item, so that
-            threads may share it.
+        reads_files: Whether ``read`` is ours and opens a file each time, so that threads may
+            share it.
 
     Raises:
         DataError: An id that is no text, a label that is no index into its names, or a column that
