@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from embedx.array_files import ArrayFile, arrays_in
+from embedx.array_files import ArrayFile, arrays_in, is_label_key
 from embedx.data import (
     PIXELS_MOST,
     Array,
@@ -23,11 +23,10 @@ from embedx.data import (
     name_of,
     picture,
 )
-from embedx.errors import ConfigError, DataError, listed, nearest, short
+from embedx.errors import ConfigError, DataError, listed, nearest
 
 Layout = Literal["nhw", "nhwc", "nchw", "tensor"]
 CHANNELS = (1, 3, 4)
-LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y"})
 _OF_TYPE = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0), "bool": (0.0, 1.0)}
 
 
@@ -70,7 +69,7 @@ def array(
     arrays, refused = arrays_in(where)
     found = _chosen(where, arrays, refused, key)
     if found.dtype.kind not in "biuf":
-        raise DataError(f"{_named(found)} holds texts ({found.dtype}); name one of numbers")
+        raise DataError(f"{found} holds texts ({found.dtype}); name one of numbers")
     is_inferred = layout is None
     layout = _inferred(found) if layout is None else layout
     _require_layout(found, layout)
@@ -121,10 +120,6 @@ def array(
     )
 
 
-def _named(found: ArrayFile) -> str:
-    return f"{found.key} of {found.path}" if found.key else str(found.path)
-
-
 def _chosen(
     path: Path, arrays: dict[str, ArrayFile], refused: dict[str, str], key: str | None
 ) -> ArrayFile:
@@ -165,7 +160,7 @@ def _inferred(found: ArrayFile) -> Layout:
         return "nchw" if is_first else "nhwc"
     which = "both of" if is_first else "neither of"
     raise ConfigError(
-        f"{_named(found)} has shape {found.shape}, in which {which} axis 1 and the last can be 1, "
+        f"{found} has shape {found.shape}, in which {which} axis 1 and the last can be 1, "
         "3 or 4 channels; say which: data.layout=nhwc or nchw, or tensor if its rows enter the "
         "model as they are"
     )
@@ -178,12 +173,12 @@ def _require_layout(found: ArrayFile, layout: Layout) -> None:
     if not fits or ("c" in layout and found.shape[layout.index("c")] not in CHANNELS):
         axes = ", ".join(layout)
         raise ConfigError(
-            f"{_named(found)} has shape {found.shape}, and data.layout={layout} takes ({axes}) "
+            f"{found} has shape {found.shape}, and data.layout={layout} takes ({axes}) "
             "with 1, 3 or 4 channels c; choose another layout, or tensor"
         )
     if math.prod(_size(found, layout)) > PIXELS_MOST:
         raise DataError(
-            f"{_named(found)} has shape {found.shape}: pictures of more than "
+            f"{found} has shape {found.shape}: pictures of more than "
             f"{PIXELS_MOST / 1e6:.0f} megapixels are not read; shrink them, or give layout=tensor"
         )
 
@@ -224,11 +219,11 @@ def _range(found: ArrayFile, given: Sequence[float] | None, seen: _Seen) -> tupl
     if found.dtype.name in _OF_TYPE:
         return _OF_TYPE[found.dtype.name]
     if seen.low > seen.high:
-        raise DataError(f"{_named(found)} has no finite value; there is no picture in it")
+        raise DataError(f"{found} has no finite value; there is no picture in it")
     if seen.low >= 0 and seen.high <= 255:
         return 0.0, 1.0 if seen.high <= 1 else 255.0
     raise DataError(
-        f"{_named(found)} has values from {seen.low:g} to {seen.high:g}, and pictures have 0 to 1 "
+        f"{found} has values from {seen.low:g} to {seen.high:g}, and pictures have 0 to 1 "
         "or 0 to 255; say which are black and white: 'data.range=[LOW,HIGH]', or "
         "data.layout=tensor if its rows enter the model as they are"
     )
@@ -300,30 +295,7 @@ def _labels(
             raise ConfigError(f"data.labels={given} is no .npy file; save the labels as one")
     if found.shape != (len(items),):
         raise DataError(
-            f"the labels, {_named(found)}, have shape {found.shape}, and {_named(items)} has "
+            f"the labels, {found}, have shape {found.shape}, and {items} has "
             f"{len(items):,} rows; give one label a row, shape ({len(items)},)"
         )
-    return as_list(found), given
-
-
-def is_label_key(name: str) -> bool:
-    """Whether an array of this key is that of the labels."""
-    return name.rpartition("/")[2].lower() in LABEL_KEYS
-
-
-def as_list(found: ArrayFile) -> list[Any]:
-    """The numbers or texts of an array of one axis, all of them.
-
-    Raises:
-        DataError: Texts that are not UTF-8.
-    """
-    values = found[:]
-    found.close()
-    if values.dtype.kind != "S":
-        return list(values.tolist())
-    try:
-        return [value.decode() for value in values.tolist()]
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{_named(found)} holds texts that are not UTF-8 ({short(str(error))}); save them so"
-        ) from None
+    return found.as_list(), given

@@ -20,6 +20,7 @@ SUFFIXES = (".npy", ".npz", ".h5", ".hdf5")
 ROWS_MOST = 100_000_000
 ROW_BYTES_MOST = 2**30
 _KINDS = "biufUS"
+LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y"})
 _MEMBERS_MOST = 10_000
 
 
@@ -67,10 +68,35 @@ class ArrayFile:
         """The same with its first n rows alone."""
         return ArrayFile(self.path, self.key, self._reader, n=n)
 
+    def as_list(self) -> list[Any]:
+        """The numbers or texts of an array of one axis.
+
+        Raises:
+            DataError: Texts that are not UTF-8.
+        """
+        values = self[:]
+        self.close()
+        if values.dtype.kind != "S":
+            return list(values.tolist())
+        try:
+            return [value.decode() for value in values.tolist()]
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self} holds texts that are not UTF-8 ({short(str(error))}); save them so"
+            ) from None
+
+    def __str__(self) -> str:
+        return f"{self.key} of {self.path}" if self.key else str(self.path)
+
     def close(self) -> None:
         """Let go of the file; it is opened again where it is needed."""
         if isinstance(self._reader, _Streamed):
             self._reader.close()
+
+
+def is_label_key(name: str) -> bool:
+    """Whether an array of this key is that of the labels."""
+    return name.rpartition("/")[2].lower() in LABEL_KEYS
 
 
 def arrays_in(path: Path) -> tuple[dict[str, ArrayFile], dict[str, str]]:

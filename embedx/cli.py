@@ -923,11 +923,11 @@ def _stage_view(values: dict[str, Any]) -> None:
 
 
 def _stage_neighbors(values: dict[str, Any]) -> None:
-    from embedx import store
+    from embedx import ready_made
     from embedx.search import is_hdf5, row_of, search
 
     check_arguments(search, values)
-    opened = store.open(values.pop("embeddings"))
+    opened = ready_made.opened(values.pop("embeddings"))
     query = values.pop("query")
     with contextlib.ExitStack() as stack:
         asked = query
@@ -1164,8 +1164,11 @@ def _again(path: Path, attrs: Mapping[str, Any]) -> str:
     A file may hold anything: what comes out of it into a command is quoted, word by word.
     """
     from embedx import store
+    from embedx.ready_made import MODEL
 
     is_projection = attrs.get("format") == store.PROJECTION_FORMAT
+    if not is_projection and attrs.get("model") == MODEL:
+        return "copied of embeddings that were made elsewhere"
     try:
         words = _project_again(path, attrs) if is_projection else _extract_again(path, attrs)
     except (ConfigError, RecursionError):

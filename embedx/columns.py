@@ -1,6 +1,7 @@
 """Columns of tables in the types that a file of rows keeps: numbers, booleans, texts."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,6 +113,50 @@ def _is_text(kind: Any) -> bool:
 
     types = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(is_of(kind) for is_of in types)
+
+
+def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
+    """Labels as indices ``(n,)`` int32 into their names, -1 for an empty text, and the names.
+
+    The names are sorted, as numbers where all are whole ones.
+    """
+    unique = set(texts) - {""}
+    if all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in unique):
+        names = sorted(unique, key=lambda text: (int(text), text))
+    else:
+        names = sorted(unique)
+    index = {text: i for i, text in enumerate(names)}
+    return np.array([index.get(text, -1) for text in texts], np.int32), names
+
+
+def unique_names(names: Sequence[str]) -> tuple[list[str], int]:
+    """Each name as it is when it first comes, and then with ``#2``, ``#3``, ...
+
+    Returns:
+        n unique names, and how many had come before.
+    """
+    taken = set(names)
+    counts: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        counts[name] += 1
+        again = name
+        while counts[name] > 1 and again in taken:
+            again = f"{name}#{counts[name]}"
+            counts[name] += again in taken
+        taken.add(again)
+        unique.append(again)
+    return unique, len(names) - len(set(names))
+
+
+def storable(name: str) -> str:
+    """A text as an id or a label: without NUL, and not longer than a file keeps."""
+    name = name.replace("\0", "\\x00")
+    data = name.encode("utf-8", "backslashreplace")
+    if len(data) <= TEXT_BYTES_MOST:
+        return name
+    # Room for what tells two of them apart.
+    return data[: TEXT_BYTES_MOST - 24].decode("utf-8", "ignore") + "…"
 
 
 def spelled(column: Any) -> Any:

@@ -1,7 +1,6 @@
 """Pictures that a table lists, with all its columns."""
 
 import os
-import re
 import stat
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from embedx.columns import Column, shortened
+from embedx.columns import Column, shortened, storable, unique_names
 from embedx.data import FileReader, Source, file_hashes, limited, name_of
 from embedx.errors import ConfigError, DataError, listed, nearest, short
-from embedx.table_files import Table, read_table
+from embedx.table_files import Table, is_label_name, plain_name, read_table
 
 # Names of columns, in lower case and without what separates words in them.
 PATH_NAMES = frozenset(
@@ -21,8 +20,6 @@ PATH_NAMES = frozenset(
     for first in ("", "file", "image", "img", "picture", "photo")
     for second in ("", "path", "file", "filename", "name")
 ) - {"", "name"}
-LABEL_NAMES = frozenset({"label", "class", "target"})
-ID_BYTES_MOST = 1024
 _ELSEWHERE = "its path leads out of the folder that paths count from; name one that holds it: root"
 
 
@@ -74,7 +71,10 @@ def table(
     if len(located.refused) + located.n_missing == read.n:
         raise _none_there(located, read, by, top)
     ids, notes = _ids(read, located.names, id)
-    labels, label_names = _labels(read, label_by)
+    labels = np.full(read.n, -1, np.int32)
+    label_names: list[str] = []
+    if label_by is not None:
+        labels, label_names = read.labels(label_by)
     kept = [name for name in read.names if name not in (label_by, by if id is None else id)]
     metadata: dict[str, Any] = {}
     n_cut: Counter[str] = Counter()
@@ -118,10 +118,6 @@ def table(
 # --------------------------------------------------------------------------- columns
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_.-]", "", name).casefold()
-
-
 def _require_column(read: Table, name: str, key: str) -> str:
     if name in read.homeless:
         raise ConfigError(
@@ -142,7 +138,7 @@ _PICTURES = ", and paths are texts; where it holds pictures themselves: data=hug
 def _path_column(read: Table, column: str | None) -> str:
     if column is not None:
         return _require_column(read, column, "column")
-    found = [name for name in read.names if _plain(name) in PATH_NAMES]
+    found = [name for name in read.names if plain_name(name) in PATH_NAMES]
     if len(found) == 1:
         return found[0]
     if found:
@@ -151,7 +147,7 @@ def _path_column(read: Table, column: str | None) -> str:
             f"pictures: data.column={found[0]}"
         )
     for name, kind in read.homeless.items():
-        if _plain(name) in PATH_NAMES:
+        if plain_name(name) in PATH_NAMES:
             raise ConfigError(f"the column {name} of {read.path} is {kind}{_PICTURES}")
     raise ConfigError(
         f"{read.path} has no column called path, file or image; its columns are "
@@ -165,7 +161,7 @@ def _label_column(read: Table, label: str | None, *, taken: str) -> str | None:
         return None
     if label is not None:
         return _require_column(read, label, "label")
-    found = [name for name in read.names if _plain(name) in LABEL_NAMES and name != taken]
+    found = [name for name in read.names if is_label_name(name) and name != taken]
     if len(found) > 1:
         raise ConfigError(
             f"{read.path} has the columns {listed(found)}; say which has the labels: "
@@ -174,79 +170,13 @@ def _label_column(read: Table, label: str | None, *, taken: str) -> str | None:
     return found[0] if found else None
 
 
-def _labels(read: Table, name: str | None) -> tuple[Any, list[str]]:
-    """Indices ``(n,)`` into the names of the labels, -1 for none, and the names."""
-    if name is None:
-        return np.full(read.n, -1, np.int32), []
-    texts = read.texts(name)
-    unique = set(texts) - {""}
-    for text in unique:
-        if len(text.encode()) > ID_BYTES_MOST or "\0" in text:
-            why = "NUL in it" if "\0" in text else f"more than {ID_BYTES_MOST:,} bytes"
-            raise DataError(
-                f"a label in column {name} of {read.path}, {short(text, most=40)!r}, has {why}; "
-                "shorten it, or choose another column: data.label"
-            )
-    is_number = all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in unique)
-    names = sorted(unique, key=(lambda text: (int(text), text)) if is_number else None)
-    index = {text: i for i, text in enumerate(names)}
-    return np.array([index.get(text, -1) for text in texts], np.int32), names
-
-
 def _ids(read: Table, paths: Sequence[str], column: str | None) -> tuple[list[str], list[str]]:
     """Unique ids, and what is to be said of them."""
-    if column is None:
-        ids, n_again = unique_names([_storable(path) for path in paths])
-        said = f"{n_again:,} rows have a path that came before: their ids are PATH#2, PATH#3, ..."
-        return ids, [said] if n_again else []
-    ids = read.texts(_require_column(read, column, "id"))
-    counts = Counter(ids)
-    twice, count = counts.most_common(1)[0]
-    if count > 1:
-        what = f"{short(twice)!r} {count} times" if twice else f"{count} cells that are empty"
-        raise DataError(
-            f"data.id={column}: that column of {read.path} has {what}; make every id unique, or "
-            "leave data.id out"
-        )
-    if (
-        odd := next((name for name in ids if not name or _storable(name) != name), None)
-    ) is not None:
-        why = "is empty" if not odd else f"has NUL in it or more than {ID_BYTES_MOST:,} bytes"
-        raise DataError(f"data.id={column}: the id {short(odd, most=40)!r} {why}; mend it")
-    return ids, []
-
-
-def unique_names(names: Sequence[str]) -> tuple[list[str], int]:
-    """Each name as it is when it first comes, and then with ``#2``, ``#3``, ...
-
-    Returns:
-        n unique names, and how many had come before.
-    """
-    taken = set(names)
-    if len(taken) == len(names):
-        return list(names), 0
-    counts: Counter[str] = Counter()
-    unique = []
-    n_again = 0
-    for name in names:
-        counts[name] += 1
-        if counts[name] > 1:
-            n_again += 1
-            while (again := f"{name}#{counts[name]}") in taken:
-                counts[name] += 1
-            taken.add(again)
-            unique.append(again)
-        else:
-            unique.append(name)
-    return unique, n_again
-
-
-def _storable(name: str) -> str:
-    """A path as an id: without NUL, and not longer than a file keeps."""
-    name = name.replace("\0", "\\x00") or "(no path)"
-    data = name.encode("utf-8", "backslashreplace")
-    most = ID_BYTES_MOST - 20  # room for what tells two of them apart
-    return name if len(data) <= most else data[: most - 3].decode("utf-8", "ignore") + "…"
+    if column is not None:
+        return read.ids(_require_column(read, column, "id")), []
+    ids, n_again = unique_names([storable(path) or "(no path)" for path in paths])
+    said = f"{n_again:,} rows have a path that came before: their ids are PATH#2, PATH#3, ..."
+    return ids, [said] if n_again else []
 
 
 # --------------------------------------------------------------------------- files

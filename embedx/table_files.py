@@ -4,13 +4,22 @@ import contextlib
 import csv
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedx.columns import Column, from_arrow, from_texts
+from embedx.columns import (
+    TEXT_BYTES_MOST,
+    Column,
+    from_arrow,
+    from_texts,
+    indexed,
+    storable,
+)
 from embedx.errors import DataError, first_line, listed, missing_extra, short
+from embedx.matrix import Array
 
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 ROWS_MOST = 10_000_000
@@ -61,6 +70,54 @@ class Table:
             return column
         texts = _as_strings(cells).to_pylist()
         return ["" if text in (None, "nan") else text for text in texts]
+
+    def labels(self, name: str) -> tuple[Array, list[str]]:
+        """A column as labels: indices ``(n,)`` into their names, -1 for none, and the names.
+
+        Raises:
+            DataError: One is longer than a file keeps, or has NUL in it.
+        """
+        texts = self.texts(name)
+        odd = next((text for text in dict.fromkeys(texts) if storable(text) != text), None)
+        if odd is not None:
+            raise DataError(
+                f"a label in column {name} of {self.path}, {short(repr(odd), most=40)}, has "
+                f"{_UNSTORABLE}; shorten it, or choose another column"
+            )
+        return indexed(texts)
+
+    def ids(self, name: str) -> list[str]:
+        """A column as ids.
+
+        Raises:
+            DataError: One is empty, comes twice, is longer than a file keeps, or has NUL in it.
+        """
+        texts = self.texts(name)
+        twice, count = Counter(texts).most_common(1)[0]
+        why = f"comes {count} times" if count > 1 else ""
+        odd = twice
+        if not why:
+            odd = next((text for text in texts if not text or storable(text) != text), "")
+            why = f"has {_UNSTORABLE}" if odd else "is empty" if "" in texts else ""
+        if why:
+            raise DataError(
+                f"the id {short(repr(odd), most=40)} in column {name} of {self.path} {why}; make "
+                "the ids unique texts, or choose another column"
+            )
+        return texts
+
+
+_UNSTORABLE = f"NUL in it, or more than {TEXT_BYTES_MOST:,} bytes"
+
+
+def plain_name(name: str) -> str:
+    """A name in lower case without what separates words in it."""
+    return re.sub(r"[\s_.-]", "", name).casefold()
+
+
+def is_label_name(name: str) -> bool:
+    """Whether a column of this name is that of the labels."""
+    return plain_name(name) in ("label", "class", "target")
 
 
 def _as_strings(cells: Any) -> Any:

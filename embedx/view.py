@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from embedx import store
+from embedx import ready_made, store
 from embedx.checks import checked
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.figures import (
@@ -37,6 +37,7 @@ from embedx.figures import (
 )
 from embedx.follow import follow as follow_run
 from embedx.panels import PANEL_IN, Mask, Panel, Points, is_shaded, panels
+from embedx.ready_made import Given
 from embedx.report import write_report
 from embedx.store import Array, Embeddings, Projection
 
@@ -54,7 +55,7 @@ NEIGHBORHOOD = "neighborhood"
 
 @checked
 def view(
-    embeddings: str | os.PathLike[str] | Embeddings,
+    embeddings: Given,
     *,
     viewer: Literal["map", "report", "tensorboard"] = "map",
     projections: Sequence[str] | None = None,
@@ -105,10 +106,13 @@ def view(
         DependencyError: The ``viz`` extra is not installed.
         StoreError: A file is missing or damaged, or there is no space.
     """
+    if ready_made.is_ready_made(embeddings):
+        embeddings = ready_made.opened(embeddings)
+    assert not isinstance(embeddings, np.ndarray)
     if follow:
         _follow(embeddings, viewer=viewer)
         return None
-    opened = store.open(embeddings)
+    opened = ready_made.opened(embeddings)
     if viewer != "map":
         _refuse_for_maps(viewer, points=points, facet=facet, theme=theme, format=format)
     if viewer == "tensorboard":
