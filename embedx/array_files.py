@@ -197,13 +197,17 @@ def _member(
         read = np.lib.format.read_array_header_1_0
         if version == (2, 0):
             read = np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(file)
+        try:
+            shape, is_fortran, dtype = read(file)
+        except Exception as error:  # it is parsed as Python, which raises what it stumbles over
+            raise ValueError(f"its header is none: {first_line(error)}") from None
     if why := _refusal(shape, dtype):
         return why
     header_bytes = file.tell()
     n_bytes = math.prod(shape) * dtype.itemsize
     if header_bytes + n_bytes > room:
-        return f"declares {n_bytes:,} bytes and holds {room - header_bytes:,}; it may be truncated"
+        held = room - header_bytes
+        return f"declares {n_bytes:,} bytes and holds {held:,}; it may be cut off: copy it anew"
     is_turned = is_fortran and len(shape) > 1
     if base is None and is_turned:
         return "is compressed and stored column by column; save np.ascontiguousarray of it"

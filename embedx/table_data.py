@@ -63,7 +63,7 @@ def table(
     limited(0, limit)
     read = read_table(where, limit=limit, delimiter=delimiter)
     by = _path_column(read, column)
-    label_by = _label_column(read, label, taken=by)
+    label_by = _label_column(read, label, taken=(by, id))
     top = where.parent if root is None else Path(root).expanduser()
     if not top.is_dir():
         raise DataError(f"data.root {root} is no folder; name the one that the paths count from")
@@ -156,12 +156,12 @@ def _path_column(read: Table, column: str | None) -> str:
     )
 
 
-def _label_column(read: Table, label: str | None, *, taken: str) -> str | None:
+def _label_column(read: Table, label: str | None, *, taken: Sequence[str | None]) -> str | None:
     if label == "none":
         return None
     if label is not None:
         return _require_column(read, label, "label")
-    found = [name for name in read.names if is_label_name(name) and name != taken]
+    found = [name for name in read.names if is_label_name(name) and name not in taken]
     if len(found) > 1:
         raise ConfigError(
             f"{read.path} has the columns {listed(found)}; say which has the labels: "
@@ -229,6 +229,8 @@ def _located(paths: Sequence[str], top: Path) -> _Located:
                 is_in = is_inside(os.path.realpath(joined))
                 about = os.stat(joined) if is_in else about
         except OSError:
+            if "\\" in written and os.sep == "/":
+                return name, -1, -1, "its file is not there, and its path has \\ where / is meant"
             found.n_missing += 1
             return name, -1, -1, ""
         if not is_in:
@@ -248,11 +250,11 @@ def _located(paths: Sequence[str], top: Path) -> _Located:
 
 
 def _none_there(found: _Located, read: Table, by: str, top: Path) -> DataError:
-    first = short(read.texts(by)[0])
-    why = found.refused.get(0, f"it is not in {top}")
+    first = short(repr(read.texts(by)[0]))
+    why = found.refused.get(0, f"there is no such file below {top.resolve()}")
     return DataError(
-        f"none of the {read.n:,} pictures of {read.path} can be read; of the first, {first!r}, "
-        f"{why}. Name the folder that the paths in column {by} count from: data.root=FOLDER"
+        f"none of the {read.n:,} pictures of {read.path} can be read (the first, {first}: {why}); "
+        f"name the folder that the paths in column {by} count from: data.root=FOLDER"
     )
 
 

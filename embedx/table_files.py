@@ -26,6 +26,7 @@ ROWS_MOST = 10_000_000
 COLUMNS_MOST = 1_000
 BYTES_MOST = 4 * 2**30
 _LINE_BYTES = 2**24
+_PACKED_BYTES, _PACKED_MOST = 2**26, 200
 _BATCH_ROWS = 65_536
 _OTHER_SEPARATORS = ";\t|,"
 
@@ -155,6 +156,7 @@ def read_table(path: Path, *, limit: int | None = None, delimiter: str | None = 
         return _read_parquet(path, limit)
     if suffix not in SEPARATORS:
         raise DataError(f"the table {path} is no .csv, .tsv or .parquet file; name one")
+    delimiter = "\t" if delimiter == "\\t" else delimiter  # as a shell hands it on
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '\r\n" '):
         raise DataError(f"delimiter {delimiter!r} is not one character; give one, such as ';'")
     return _read_text(path, limit, delimiter or SEPARATORS[suffix])
@@ -314,8 +316,17 @@ def require_bounded(path: Path, opened: Any, columns: Sequence[str]) -> None:
         row_group = about.row_group(group)
         for i in range(about.num_columns):
             chunk = row_group.column(i)
-            if chunk.path_in_schema.partition(".")[0] in wanted or chunk.path_in_schema in wanted:
-                n_bytes += chunk.total_uncompressed_size
+            name = chunk.path_in_schema
+            if name not in wanted and name.partition(".")[0] not in wanted:
+                continue
+            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+            n_bytes += size
+            if size > max(_PACKED_BYTES, packed * _PACKED_MOST):
+                raise DataError(
+                    f"the column {short(name, most=40)} of {path} is {size:,} bytes packed into "
+                    f"{packed:,}, which no texts or numbers of a table are; write it without "
+                    "that column"
+                )
         if n_bytes > BYTES_MOST:
             raise DataError(
                 f"{path} holds more than 4 GiB in {listed(columns)}; keep fewer columns or rows"
