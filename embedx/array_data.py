@@ -253,7 +253,10 @@ class _PictureReader:
                     f"{self.high:g}"
                 )
             values = ((values - self.low) * (255 / (self.high - self.low))).round()
-        made = picture(Image.fromarray(np.ascontiguousarray(values, np.uint8)))
+        image = Image.fromarray(np.ascontiguousarray(values, np.uint8))
+        if image.mode == "RGB":  # as it comes out of an array, nothing is left to be done
+            return image
+        made = picture(image)
         assert made is not None
         return made
 
