@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torchvision
 
 import embedx
@@ -181,6 +182,8 @@ def taken(hint: Any) -> str:
         words = dict.fromkeys(taken(argument) for argument in arguments)
         words.pop("", None)
         return ", or ".join(words)
+    if (origin or hint) is np.ndarray:
+        return ""
     if word := WORDS.get(origin or hint):
         return without_article(word)
     if origin is not None:

@@ -198,6 +198,8 @@ def _in_words(hint: Any) -> str:
     if origin is Callable:
         return "a function"
     name = getattr(hint, "__name__", str(hint))
+    if name == "ndarray":
+        return "an array"
     return WORDS.get(origin or hint, _with_article(name))
 
 

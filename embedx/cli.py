@@ -852,12 +852,15 @@ def _run_name(values: Mapping[str, Any]) -> str:
     is_usual_size = values["batch_size"] == default["batch_size"]
     if not is_usual_size and _foreign_code([values["model"], values["pooling"]]):
         rows["batch_size"] = values["batch_size"]  # such code may see a batch as a whole
-    if root := values["data"].get("root"):
-        # The plain name belongs to the folder of that name right here; any other one is another.
-        full = Path(root).expanduser().resolve()
+    own = values["data"]
+    key = next((key for key in ("path", "root") if isinstance(own.get(key), str)), None)
+    if key is not None and own[key]:
+        # The plain name belongs to the folder or file of that name right here; any other one is
+        # another.
+        full = Path(own[key]).expanduser().resolve()
         name = f"{values['model'].get('name') or model}-{full.name or 'root'}"
-        rows["data"] = {**rows["data"], "root": str(full)}
-        usual["data"] = {**usual["data"], "root": str(Path.cwd().resolve() / full.name)}
+        rows["data"] = {**rows["data"], key: str(full)}
+        usual["data"] = {**usual["data"], key: str(Path.cwd().resolve() / full.name)}
     if rows == usual:
         return name
     return f"{name}-{settings_sha256(rows)[:6]}"
@@ -923,11 +926,11 @@ def _stage_view(values: dict[str, Any]) -> None:
 
 
 def _stage_neighbors(values: dict[str, Any]) -> None:
-    from embedx import store
+    from embedx import ready_made
     from embedx.search import is_hdf5, row_of, search
 
     check_arguments(search, values)
-    opened = store.open(values.pop("embeddings"))
+    opened = ready_made.opened(values.pop("embeddings"))
     query = values.pop("query")
     with contextlib.ExitStack() as stack:
         asked = query
@@ -1164,8 +1167,11 @@ def _again(path: Path, attrs: Mapping[str, Any]) -> str:
     A file may hold anything: what comes out of it into a command is quoted, word by word.
     """
     from embedx import store
+    from embedx.ready_made import MODEL
 
     is_projection = attrs.get("format") == store.PROJECTION_FORMAT
+    if not is_projection and attrs.get("model") == MODEL:
+        return "copied of embeddings that were made elsewhere"
     try:
         words = _project_again(path, attrs) if is_projection else _extract_again(path, attrs)
     except (ConfigError, RecursionError):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from math import isnan
 from typing import Any
@@ -139,6 +140,10 @@ def from_arrow(column: Any) -> Column | None:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if pa.types.is_dictionary(column.type):
+        if _is_text(column.type.value_type):
+            # Each text once: written out they may take many times the room of the file.
+            texts = column.dictionary.to_pylist()
+            return ["" if i is None else texts[i] or "" for i in column.indices.to_pylist()]
         column = column.dictionary_decode()
     kind = column.type
     if pa.types.is_floating(kind):
@@ -152,28 +157,87 @@ def from_arrow(column: Any) -> Column | None:
             return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
     elif pa.types.is_boolean(kind) and not column.null_count:
         return np.asarray(column.to_numpy(zero_copy_only=False))
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if pa.types.is_temporal(kind) and not (
         pa.types.is_duration(kind) or pa.types.is_interval(kind)
     ):
         texts = column.cast(pa.string()).to_pylist()
         return ["" if text is None else text.replace(" ", "T", 1) for text in texts]
     is_plain = pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
-    if is_text or is_plain:
+    if _is_text(kind) or is_plain:
         return ["" if text is None else text for text in column.cast(pa.string()).to_pylist()]
     return None
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(is_of(kind) for is_of in types)
+
+
+def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
+    """Labels as indices ``(n,)`` int32 into their names, -1 for an empty text, and the names.
+
+    The names are sorted, as numbers where all are whole ones.
+    """
+    unique = set(texts) - {""}
+    if all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in unique):
+        names = sorted(unique, key=lambda text: (int(text), text))
+    else:
+        names = sorted(unique)
+    index = {text: i for i, text in enumerate(names)}
+    return np.array([index.get(text, -1) for text in texts], np.int32), names
+
+
+def unique_names(names: Sequence[str]) -> tuple[list[str], int]:
+    """Each name as it is when it first comes, and then with ``#2``, ``#3``, ...
+
+    Returns:
+        n unique names, and how many had come before.
+    """
+    taken = set(names)
+    counts: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        counts[name] += 1
+        again = name
+        while counts[name] > 1 and again in taken:
+            again = f"{name}#{counts[name]}"
+            counts[name] += again in taken
+        taken.add(again)
+        unique.append(again)
+    return unique, len(names) - len(set(names))
+
+
+def storable(name: str) -> str:
+    """A text as an id or a label: without NUL, and not longer than a file keeps."""
+    name = name.replace("\0", "\\x00")
+    data = name.encode("utf-8", "backslashreplace")
+    if len(data) <= TEXT_BYTES_MOST:
+        return name
+    # Room for what tells two of them apart.
+    return data[: TEXT_BYTES_MOST - 24].decode("utf-8", "ignore") + "…"
+
+
+def spelled(column: Any) -> Any:
+    """A column of booleans as the texts true and false; any other as it is."""
+    if isinstance(column, np.ndarray) and column.dtype.kind == "b":
+        return ["true" if value else "false" for value in column.tolist()]
+    return column
 
 
 def shortened(texts: Sequence[str]) -> tuple[list[str], int]:
     """Texts of at most 1,024 bytes of UTF-8 without NUL, and how many had to be cut."""
     n_cut = 0
     kept = []
+    cut: dict[str, str] = {}  # a text that comes again is kept once
     for given in texts:
         text = given.replace("\0", " ")
         data = text.encode("utf-8", "backslashreplace")
-        is_long = len(data) > TEXT_BYTES_MOST
-        n_cut += is_long
-        kept.append(
-            data[: TEXT_BYTES_MOST - 3].decode("utf-8", "ignore") + "…" if is_long else text
-        )
+        if len(data) > TEXT_BYTES_MOST:
+            n_cut += 1
+            if text not in cut:
+                cut[text] = data[: TEXT_BYTES_MOST - 3].decode("utf-8", "ignore") + "…"
+            text = cut[text]
+        kept.append(text)
     return kept, n_cut

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embedx import figures, store
+from embedx import figures, ready_made, store
 from embedx.align import places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
 from embedx.configs import read_settings
@@ -187,7 +187,7 @@ def _opened(runs: Sequence[str | os.PathLike[str] | Embeddings]) -> list[Embeddi
         is_pattern = glob.has_magic(where) and not os.path.exists(where)
         for path in sorted(glob.glob(where)) if is_pattern else [where]:
             try:
-                opened = store.open(path)
+                opened = ready_made.opened(path)
             except StoreError as error:
                 if not is_pattern:
                     raise

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import os
 import random
 import re
@@ -12,7 +13,7 @@ import stat
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import IO, Any, overload
 
@@ -57,8 +58,8 @@ class Source:
         notes: What was found and what was passed over, for the user.
         warnings: What the user should be told aloud.
         root: The folder that holds the items; None where there is none.
-        reads_files: Whether ``read`` is ours and opens a file of its own for each item, so that
-            threads may share it.
+        reads_files: Whether ``read`` is ours and opens a file each time, so that threads may
+            share it.
 
     Raises:
         DataError: An id that is no text, a label that is no index into its names, or a column that
@@ -82,7 +83,7 @@ class Source:
     reads_files: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ids, _RowNumbers):
+        if not isinstance(self.ids, RowNumbers):
             _require_texts(self.ids, f"the ids of {self.name}")
         if self.labels is not None:
             labels, n_names = np.asarray(self.labels), len(self.label_names)
@@ -158,6 +159,11 @@ def _is_utf8(text: str) -> bool:
 
 
 def _check_column(what: str, column: Any, *, n: int) -> None:
+    if isinstance(column, list) and all(isinstance(value, str) for value in column):
+        # Not as an array: there each would take the room of the longest.
+        if len(column) != n:
+            raise DataError(f"{what} has {len(column)} texts; give one a sample: {n}")
+        return
     try:
         values = np.asarray(column)
     except ValueError:  # lists of several lengths
@@ -175,7 +181,12 @@ def _check_column(what: str, column: Any, *, n: int) -> None:
         require_exact(column, what=what)
 
 
-def _limited(n: int, limit: int | None) -> int:
+def limited(n: int, limit: int | None) -> int:
+    """How many of n items count where ``data.limit`` takes the first so many.
+
+    Raises:
+        ConfigError: It is less than 1.
+    """
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit must be at least 1, not {limit}")
     return n if limit is None else min(n, limit)
@@ -306,7 +317,7 @@ def digits(*, limit: int | None = None) -> Source:
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
-    n = _limited(len(loaded.images), limit)
+    n = limited(len(loaded.images), limit)
     pixels = (loaded.images[:n] * (255 / 16)).round().astype(np.uint8)
     return Source(
         name="digits",
@@ -359,7 +370,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
             f"data.root {root} holds no picture ({where or 'it is empty'}); embedx reads "
             + " ".join(sorted(suffix[1:] for suffix in SUFFIXES))
         )
-    n = _limited(len(found), limit)
+    n = limited(len(found), limit)
     items = found[:n]
     ids = [name for name, _, _ in items]
     if expression is not None:
@@ -370,12 +381,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         classes = [""] * n
     label_names = sorted(set(classes) - {""})
     index = {name: i for i, name in enumerate(label_names)}
-    digest = hashlib.sha256()
-    hashes = np.empty(n, np.uint64)
-    for i, (name, size_bytes, mtime_ns) in enumerate(items):
-        line = _line(name, size_bytes, mtime_ns)
-        digest.update(line)
-        hashes[i] = item_hash(line)
+    fingerprint, hashes = file_hashes(items)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
     if n < len(found):
         note += f", the first of {len(found):,}"
@@ -383,10 +389,10 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     if label_names and unlabelled:
         note += f", {unlabelled:,} " + ("outside any class" if expression is None else "unlabelled")
     return Source(
-        name=os.fsencode(top.resolve().name).decode(errors="backslashreplace") or "folder",
+        name=name_of(top) or "folder",
         ids=ids,
-        read=_FileReader(str(top), tuple(ids), hashes),
-        fingerprint=digest.hexdigest(),
+        read=FileReader(str(top), tuple(ids), hashes),
+        fingerprint=fingerprint,
         item_hashes=hashes,
         labels=np.array([index.get(c, -1) for c in classes], np.int32) if label_names else None,
         label_names=label_names,
@@ -431,20 +437,51 @@ def _line(name: str, size_bytes: int, mtime_ns: int) -> bytes:
     return f"{name}\0{size_bytes}\0{mtime_ns}\n".encode("utf-8", "backslashreplace")
 
 
+def file_hashes(items: Iterable[tuple[str, int, int]]) -> tuple[str, Array]:
+    """What tells files apart without reading them: of all together, and of each, ``(n,)`` uint64.
+
+    Args:
+        items: ``(path, bytes, mtime_ns)`` of each; -1 for those of a file that is not there.
+    """
+    digest, hashes = hashlib.sha256(), []
+    for item in items:
+        line = _line(*item)
+        digest.update(line)
+        hashes.append(item_hash(line))
+    return digest.hexdigest(), np.array(hashes, np.uint64)
+
+
+def name_of(path: Path) -> str:
+    """The last part of a path as the name of a source."""
+    return os.fsencode(path.resolve().name).decode(errors="backslashreplace")
+
+
 @dataclasses.dataclass(frozen=True)
-class _FileReader:
+class FileReader:
+    """Picture i out of the i-th of some files, if it is as it was when they were listed.
+
+    Attributes:
+        root: The folder that the paths count from.
+        paths: n paths with ``/``.
+        hashes: Of the files, shape ``(n,)``, by :func:`file_hashes`.
+        refused: Why a row is not read at all, by its number.
+    """
+
     root: str
-    ids: tuple[str, ...]
+    paths: tuple[str, ...]
     hashes: Array
+    refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def __call__(self, i: int) -> Image.Image:
-        with open(os.path.join(self.root, *self.ids[i].split("/")), "rb") as file:
+        if i in self.refused:
+            raise DataError(self.refused[i])
+        with open(os.path.join(self.root, *self.paths[i].split("/")), "rb") as file:
             try:
                 return decoded(file)
             finally:
                 about = os.fstat(file.fileno())  # the file that was read, though its name be taken
                 if (
-                    item_hash(_line(self.ids[i], about.st_size, about.st_mtime_ns))
+                    item_hash(_line(self.paths[i], about.st_size, about.st_mtime_ns))
                     != self.hashes[i]
                 ):
                     raise DataError("it was changed after the run had listed it") from None
@@ -575,7 +612,7 @@ def in_memory(
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
     indices: Array | None = None
     if labels is not None:
-        indices, names = _counted_through(labels, classes)
+        indices, names = counted_through(labels, classes)
         if "-1" in names and "-1" not in labels:
             aloud.append(
                 f"-1 among the labels of {kind} is a class of that name; for none give texts, ''"
@@ -593,11 +630,11 @@ def in_memory(
         note += f"; whether they changed is seen on {min(n, _DIGEST_ITEMS)} of them"
     else:
         assert values is not None
-        fingerprint, hashes = _hashed_rows(values, _form(items, values))
+        fingerprint, hashes = hashed_rows(values, _form(items, values))
     return Source(
         name=kind,
-        ids=_RowNumbers(n) if ids is None else list(ids),
-        read=_ItemReader(
+        ids=RowNumbers(n) if ids is None else list(ids),
+        read=ItemReader(
             items,
             hashes=hashes,
             gives_all=collate is not None,
@@ -640,7 +677,7 @@ def _check_usable(items: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _RowNumbers(Sequence[str]):
+class RowNumbers(Sequence[str]):
     """The ids of rows that have no others; as texts in a list they would take 60 bytes each."""
 
     n: int
@@ -680,7 +717,7 @@ def _paths(items: Any) -> list[str] | None:
     return None if any(path.startswith("../") for path in relative) else relative
 
 
-def _counted_through(
+def counted_through(
     labels: Sequence[Any], classes: Sequence[Any] | None
 ) -> tuple[Array, list[str]]:
     """Labels as indices ``(n,)`` into their sorted names, -1 for an empty text.
@@ -840,12 +877,22 @@ def _form(item: Any, values: Array) -> str:
     return str(getattr(item, "dtype", values.dtype)).removeprefix("torch.")
 
 
-def _hashed_rows(values: Array, dtype: str) -> tuple[str, Array]:
-    """SHA-256 of an array, and a hash of each of its rows."""
+def hashed_rows(
+    values: Any, dtype: str, look: Callable[[Array], None] | None = None
+) -> tuple[str, Array]:
+    """SHA-256 of an array, and a hash of each of its rows, shape ``(n,)`` uint64.
+
+    Args:
+        values: Shape ``(n, ...)``, in memory or read where slices of it are asked for.
+        dtype: Its type, in words.
+        look: What else is to see each block of its rows on the way.
+    """
     digest = hashlib.sha256(f"{values.shape} {dtype}".encode())
     form = f"{values.shape[1:]} {dtype}".encode()
     hashes: list[Array] = []
     for block in _blocks(values):
+        if look is not None:
+            look(block)
         digest.update(block.tobytes())
         hashes.append(np.array([item_hash(form + row.tobytes()) for row in block], np.uint64))
     return digest.hexdigest(), np.concatenate(hashes)
@@ -1038,9 +1085,10 @@ def _update(digest: "hashlib._Hash", item: Any) -> None:
         digest.update(block.tobytes())
 
 
-def _blocks(values: Array) -> Iterator[Array]:
+def _blocks(values: Any) -> Iterator[Array]:
     """The rows of an array, some megabytes at a time: it may be mapped from a disk."""
-    block_rows = max(1, 2**24 // max(1, values[:1].nbytes))
+    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+    block_rows = max(1, 2**24 // max(1, row_bytes))
     for start in range(0, len(values), block_rows):
         yield np.ascontiguousarray(values[start : start + block_rows])
 
@@ -1154,7 +1202,17 @@ def _input(raw: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ItemReader:
+class ItemReader:
+    """Item i of an array, a tensor or a Dataset, if its row is as it was when it was hashed.
+
+    Attributes:
+        items: Where they are.
+        hashes: Of the rows of an array, shape ``(n,)``, by :func:`hashed_rows`; None of a Dataset.
+        gives_all: Whether an item is given whole, and not the input in it.
+        gives_label: Whether the label in an item is given too.
+        n_names: How many names there are for labels, 0 for any.
+    """
+
     items: Any
     hashes: Array | None
     gives_all: bool

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from embedx import store
+from embedx import ready_made, store
 from embedx.align import shared_rows
 from embedx.checks import checked
 from embedx.errors import DataError
 from embedx.matrix import Matrix
 from embedx.neighbors import layer_graph, metric_of
+from embedx.ready_made import Given
 from embedx.scores import (
     RECALL_KS,
     SCORED_K,
@@ -45,7 +46,7 @@ _EPOCHS = 10  # compared with each other
 
 @checked
 def evaluate(
-    embeddings: str | os.PathLike[str] | Embeddings,
+    embeddings: Given,
     *,
     projections: Sequence[str] | None = None,
     against: Sequence[str | os.PathLike[str]] | None = None,
@@ -72,9 +73,9 @@ def evaluate(
         DataError: A run of ``against`` has fewer than two ids in common with this one.
         StoreError: A file is missing or damaged, or a projection belongs to other embeddings.
     """
-    opened = store.open(embeddings)
+    opened = ready_made.opened(embeddings)
     maps = store.projections_of(opened, projections)
-    others = [(store.open(where), os.fspath(where)) for where in against or ()]
+    others = [(ready_made.opened(where), os.fspath(where)) for where in against or ()]
     shared = [_shared_rows(opened, other, where) for other, where in others]
     kept = {
         point: np.flatnonzero(opened.ok & finite_rows(rows))

@@ -17,11 +17,13 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from embedx import store
+from embedx import ready_made, store
 from embedx.checks import check_arguments, checked, refuse_taken
+from embedx.columns import spelled
 from embedx.errors import ConfigError, missing_extra
 from embedx.matrix import Matrix, stratified
 from embedx.methods import principal_components
+from embedx.ready_made import Given
 from embedx.shown import rows_to_show, sheet_of
 from embedx.store import Array, Embeddings, Projection
 from embedx.tabular import atlas, npz, table
@@ -38,7 +40,7 @@ CLASSES_MOST = 50
 
 @checked
 def export(
-    embeddings: str | os.PathLike[str] | Embeddings,
+    embeddings: Given,
     *,
     exporter: str | Callable[..., Path] = "tensorboard",
     projections: Sequence[str] | None = None,
@@ -67,7 +69,7 @@ def export(
         DependencyError: A package that the exporter needs is not installed.
         StoreError: A file is missing or damaged, or there is no space.
     """
-    opened = store.open(embeddings)
+    opened = ready_made.opened(embeddings)
     maps = store.projections_of(opened, projections)
     if isinstance(exporter, str):
         if exporter not in EXPORTERS:
@@ -299,7 +301,8 @@ def _metadata(embeddings: Embeddings, rows: Array) -> dict[str, list[str]]:
         columns["label"] = _as_text([texts[i] for i in rows])
         if len(set(columns["label"])) > CLASSES_MOST:
             columns["class"] = _grouped(columns["label"])
-    for name, column in embeddings.metadata.items():
+    for name, given in embeddings.metadata.items():
+        column = spelled(given)
         safe = _cell(name)
         while safe in columns or safe in ("__next__", "__seq_next__", "__index__"):
             safe += "_"

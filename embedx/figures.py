@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedx import store
+from embedx.columns import spelled
 from embedx.errors import ConfigError, missing_extra, short
 from embedx.store import Embeddings
 
@@ -254,7 +255,7 @@ def column_of(
     if color not in columns:
         known = ", ".join(["label", *(["none"] if key == "color" else []), *columns])
         raise ConfigError(f"{key}={color!r} is no column of {opened.path}; it has: {known}")
-    column: Sequence[Any] | store.Array = columns[color]
+    column: Sequence[Any] | store.Array = spelled(columns[color])
     return column
 
 

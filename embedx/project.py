@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from embedx import store
+from embedx import ready_made, store
 from embedx.align import SPACE, places_in, procrustes, space_of
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
@@ -37,6 +37,7 @@ from embedx.methods import (
     why_not_placed,
 )
 from embedx.neighbors import Graph, Metric, layer_graph, metric_of
+from embedx.ready_made import Given
 from embedx.scores import SCORED_K, WHOLE_ROWS, map_quality
 from embedx.store import Embeddings, Projection
 from embedx.threads import n_threads
@@ -49,7 +50,7 @@ _CONTEXT = "context"  # an argument that the stage gives, and nobody else
 
 @checked
 def project(
-    embeddings: str | os.PathLike[str] | Embeddings,
+    embeddings: Given,
     *,
     method: str | Callable[..., Result] | None = None,
     layer: str | None = None,
@@ -97,7 +98,7 @@ def project(
         StoreError: A file is missing or damaged, the map that is there belongs to other
             embeddings, or there is no space.
     """
-    opened = store.open(embeddings)
+    opened = ready_made.opened(embeddings)
     if not opened.complete:
         raise DataError(f"{opened.path} is not finished; finish the extraction first")
     if transform_from is not None:

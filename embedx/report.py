@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from embedx import store
+from embedx.columns import spelled
 from embedx.errors import short
 from embedx.figures import (
     OTHER,
@@ -170,6 +171,7 @@ def _columns(opened: Embeddings, rows: Array) -> list[dict[str, Any]]:
 
 
 def _column(name: str, values: Sequence[Any] | Array) -> dict[str, Any]:
+    values = spelled(values)
     array = np.asarray(values)
     if array.dtype.kind in "fiu":
         finite = np.isfinite(array)

@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embedx import figures, store
+from embedx import figures, ready_made, store
 from embedx.align import SPACE, space_of
 from embedx.checks import checked
 from embedx.configs import settings_sha256
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest, short
 from embedx.figures import Tile
 from embedx.neighbors import Graph, Metric, layer_graph, nearest_rows
+from embedx.ready_made import Given
 from embedx.store import Array, Embeddings, Status
 from embedx.tables import aligned, as_csv
 
@@ -83,7 +84,7 @@ class _Rows:
 
 @checked
 def search(
-    embeddings: str | os.PathLike[str] | Embeddings,
+    embeddings: Given,
     *,
     query: str | int | os.PathLike[str] | Embeddings | None = None,
     find: Find = "all",
@@ -136,7 +137,7 @@ def search(
         confident joint of Northcutt, Jiang, Chuang 2021, JAIR 70, with shares among neighbours for
         probabilities.
     """
-    opened = store.open(embeddings)
+    opened = ready_made.opened(embeddings)
     if n_neighbors < 1:
         raise ConfigError(f"n_neighbors must be at least 1, not {n_neighbors}")
     if threshold is not None and not 0 <= threshold < float("inf"):

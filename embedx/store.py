@@ -1338,7 +1338,7 @@ def create(
         labels: Shape ``(n,)``, indices into ``label_names``, -1 for none. Labels that are known
             row by row alone are a field ``labels`` of int32.
         label_names: Names of the labels; of a field ``labels`` they may be left out.
-        metadata: Columns of n numbers or n texts.
+        metadata: Columns of n numbers, n booleans or n texts.
         replace: Take the place of a file that is there, once this one is complete.
         disk: The calls to the operating system.
 
@@ -1351,6 +1351,7 @@ def create(
             length.
     """
     columns: dict[str, Array] = {}
+    column_attrs: dict[str, dict[str, Any]] = {}
     if ids is not None:
         columns["ids"] = encode_texts(ids, what="the id")
         if len(np.unique(columns["ids"])) != len(ids):
@@ -1368,7 +1369,11 @@ def create(
     if labels is not None or label_names:
         columns["label_names"] = encode_texts(label_names, what="the label")
     for name, column in (metadata or {}).items():
-        array = np.asarray(column)
+        if isinstance(column, list) and all(isinstance(value, str) for value in column):
+            # In an array of NumPy's texts each would take four times the room of the longest.
+            array = encode_texts(column, what=f"{name}:", most_bytes=65_536)
+        else:
+            array = np.asarray(column)
         if array.dtype.kind not in "UOSbfiu" or array.ndim != 1:
             raise StoreError(
                 f"the column {name} has shape {array.shape} and type {array.dtype}; give numbers "
@@ -1378,6 +1383,7 @@ def create(
             array = encode_texts([str(v) for v in column], what=f"{name}:", most_bytes=65_536)
         elif array.dtype.kind == "b":
             array = array.astype(np.uint8)
+            column_attrs[column_name(name)] = {"type": _BOOLEAN}
         columns[column_name(name)] = array
     streamed = {f.name: ((n_rows, *f.shape), f.dtype) for f in fields}
     streamed["row_crc32"] = ((n_rows,), np.dtype("<u4"))
@@ -1391,7 +1397,8 @@ def create(
         "row_fields": json.dumps([f.name for f in fields]),
     }
     layout = {name: (column.shape, column.dtype) for name, column in columns.items()} | streamed
-    skeleton, offsets = _lay_out(layout, root=root, attrs={f.name: f.attrs for f in fields})
+    attrs_of = {**column_attrs, **{f.name: f.attrs for f in fields}}
+    skeleton, offsets = _lay_out(layout, root=root, attrs=attrs_of)
     regions = [
         (offsets[name], math.prod(shape) * dtype.itemsize)
         for name, (shape, dtype) in streamed.items()
@@ -1447,6 +1454,10 @@ def create(
         if isinstance(error, OSError):
             raise _disk_error(error, path, skeleton.size) from error
         raise
+
+
+# What a column of uint8 says of itself that holds 0 for false and 1 for true.
+_BOOLEAN = "bool"
 
 
 def _sweep(path: Path) -> None:
@@ -1838,6 +1849,60 @@ class _Skeleton:
                 raise self._foreign(f"{name} reaches past the end of the file")
         return dataset
 
+    def foreign_arrays(self) -> "dict[str, ForeignArray]":
+        """Every array of numbers or texts, by its path; see :func:`foreign_arrays`."""
+        found: dict[str, ForeignArray] = {}
+        seen: set[Any] = set()
+        groups = [("", self._file)]
+        while groups:
+            prefix, group = groups.pop()
+            for name in sorted(group):
+                if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                    continue
+                node = group[name]
+                address = h5py.h5o.get_info(node.id).addr
+                if address in seen:  # a group may hold itself
+                    continue
+                seen.add(address)
+                if len(seen) > _FOREIGN_OBJECTS:
+                    raise StoreError(
+                        f"{self.path} holds more than {_FOREIGN_OBJECTS:,} objects; name one array "
+                        "of a smaller file"
+                    )
+                if isinstance(node, h5py.Group):
+                    groups.append((f"{prefix}{name}/", node))
+                elif isinstance(node, h5py.Dataset) and node.shape:
+                    found[prefix + name] = self._foreign_array(prefix + name, node)
+        return dict(sorted(found.items()))
+
+    def _foreign_array(self, name: str, dataset: h5py.Dataset) -> "ForeignArray":
+        creation = dataset.id.get_create_plist()
+        layout = creation.get_layout()
+        filters = {creation.get_filter(i)[0] for i in range(creation.get_nfilters())}
+        n_bytes = int(dataset.size) * dataset.dtype.itemsize
+        stored = int(dataset.id.get_storage_size())
+        offset: int | None = None
+        chunk_bytes = 0
+        why = ""
+        if dataset.dtype.kind not in _FOREIGN_KINDS or dataset.dtype.hasobject:
+            why = f"is of type {dataset.dtype}; numbers and fixed-length texts are read"
+        elif layout == h5py.h5d.VIRTUAL or creation.get_external_count():
+            why = "keeps its data in another file, which is not followed"
+        elif filters - _FOREIGN_FILTERS:
+            why = "is compressed by a filter that is not HDF5's own; write it by gzip or lzf"
+        elif layout == h5py.h5d.CHUNKED:
+            chunk_bytes = math.prod(dataset.chunks) * dataset.dtype.itemsize
+            if chunk_bytes > _FOREIGN_CHUNK_BYTES:
+                why = f"has chunks of {chunk_bytes:,} bytes; write it in smaller ones"
+        elif layout == h5py.h5d.CONTIGUOUS:
+            offset = dataset.id.get_offset()
+            if offset is None or offset + n_bytes > self.size_bytes:
+                why = f"declares {n_bytes:,} bytes, and the file has {self.size_bytes:,}"
+        if not why and min(stored, self.size_bytes) * DEFLATE_MOST < n_bytes:
+            why = f"declares {n_bytes:,} bytes and holds {stored:,}"
+        shape = tuple(int(size) for size in dataset.shape)
+        return ForeignArray(self.path, name, shape, dataset.dtype, offset, chunk_bytes, why)
+
     def _foreign(self, why: str) -> StoreError:
         return StoreError(f"{self.path} is damaged or not written by embedx: {why}; make it anew")
 
@@ -1848,6 +1913,63 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     return value.item() if isinstance(value, np.generic) else value
+
+
+DEFLATE_MOST = 1100  # how many bytes one byte of what deflate writes may become, and some more
+_FOREIGN_KINDS = "biufS"
+_FOREIGN_OBJECTS = 10_000
+_FOREIGN_CHUNK_BYTES = 2**28
+_FOREIGN_FILTERS = frozenset(
+    {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
+    | {h5py.h5z.FILTER_LZF}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignArray:
+    """An array in an HDF5 file that another program wrote.
+
+    Attributes:
+        path: The file.
+        name: Its path in the file.
+        shape: Its shape.
+        dtype: Its type.
+        offset: Where its numbers begin, if they lie in the file as they are; else None.
+        chunk_bytes: How large a piece is that is read as a whole; 0 where there are none.
+        refused: Why it is not read; empty where it is.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int | None
+    chunk_bytes: int
+    refused: str
+
+    def opened(self) -> Any:
+        """It as h5py reads it, for slices; closing ``.file`` ends that.
+
+        Raises:
+            StoreError: It is another one by now.
+        """
+        if foreign_arrays(self.path).get(self.name) != self:
+            raise StoreError(f"{self.name} of {self.path} was changed meanwhile; run again")
+        # Of a piece that is not kept, each row would cost the whole.
+        cache_bytes = max(2**20, 2 * self.chunk_bytes)
+        return h5py.File(self.path, "r", rdcc_nbytes=cache_bytes)[self.name]
+
+
+def foreign_arrays(path: Path) -> dict[str, ForeignArray]:
+    """Every array of numbers or texts in an HDF5 file of any program, by its path.
+
+    Hard links alone are followed, and nothing in another file.
+
+    Raises:
+        StoreError: It is not there, damaged, or no HDF5 file.
+    """
+    with _reading(path), _Skeleton(path) as skeleton:
+        return skeleton.foreign_arrays()
 
 
 @contextlib.contextmanager
@@ -1875,7 +1997,7 @@ class Embeddings:
         status: Shape ``(n,)`` uint8 of :class:`Status`.
         labels: Shape ``(n,)`` int32, -1 for none, or None where the data has no labels.
         label_names: Names that ``labels`` counts through; empty where each number is its own name.
-        metadata: Further columns, each of n numbers or texts.
+        metadata: Further columns, each of n numbers, booleans or texts.
         embeddings: For each capture point an array ``(n, d)``.
         outputs: What else was saved row by row, such as ``logits`` ``(n, classes)``.
         thumbnails: ``(n, h, w, 3)`` uint8, or None.
@@ -1920,6 +2042,11 @@ class Embeddings:
             self.metadata: dict[str, Array | list[str]] = {}
             for name in skeleton.names("metadata"):
                 column = np.array(skeleton.map(name)[done])
+                if (
+                    column.dtype == np.uint8
+                    and skeleton.dataset_attrs(name).get("type") == _BOOLEAN
+                ):
+                    column = column.astype(bool)
                 plain = _plain_name(name.removeprefix("metadata/"))
                 self.metadata[plain] = _decode(column) if column.dtype.kind == "S" else column
             order = [f.name for f in fields]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from embedx import store
+from embedx import ready_made, store
 from embedx.checks import checked, signature_of
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.figures import (
@@ -37,6 +37,7 @@ from embedx.figures import (
 )
 from embedx.follow import follow as follow_run
 from embedx.panels import PANEL_IN, Mask, Panel, Points, is_shaded, panels
+from embedx.ready_made import Given
 from embedx.report import write_report
 from embedx.store import Array, Embeddings, Projection
 
@@ -54,7 +55,7 @@ NEIGHBORHOOD = "neighborhood"
 
 @checked
 def view(
-    embeddings: str | os.PathLike[str] | Embeddings,
+    embeddings: Given,
     *,
     viewer: Literal["map", "report", "tensorboard"] = "map",
     projections: Sequence[str] | None = None,
@@ -105,6 +106,9 @@ def view(
         DependencyError: The ``viz`` extra is not installed.
         StoreError: A file is missing or damaged, or there is no space.
     """
+    if ready_made.is_ready_made(embeddings):
+        embeddings = ready_made.opened(embeddings)
+    assert not isinstance(embeddings, np.ndarray)
     if follow:
         beside: dict[str, Any] = {
             "viewer": viewer,
@@ -116,7 +120,7 @@ def view(
         _refuse_unused("follow=true", **beside, out=out, open=open, port=port)
         _follow(embeddings)
         return None
-    opened = store.open(embeddings)
+    opened = ready_made.opened(embeddings)
     if out is not None and Path(out).suffix in (".html", ".png", ".svg", ".pdf"):
         raise ConfigError(f"out={out} is the name of a file; give a folder, out=FOLDER")
     if viewer != "map":

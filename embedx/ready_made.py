@@ -1,0 +1,475 @@
+"""Embeddings that were made elsewhere, as a file of embedx: copied once, then used as any other."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embedx import store
+from embedx.array_files import ArrayFile, arrays_in, is_label_key
+from embedx.columns import Column, indexed, shortened, storable
+from embedx.errors import DataError, StoreError, listed
+from embedx.matrix import Array
+from embedx.store import Embeddings, Field, Status
+from embedx.table_files import (
+    is_label_name,
+    parquet_file,
+    plain_name,
+    read_table,
+    require_bounded,
+)
+
+log = logging.getLogger("embedx")
+
+# What a stage takes as embeddings.
+Given = str | os.PathLike[str] | Embeddings | Array
+
+MODEL = "ready-made"
+SUFFIXES = (".npy", ".npz", ".parquet")
+_BLOCK_BYTES = 2**24
+_ID_KEYS = frozenset({"id", "ids"})
+
+
+def is_ready_made(given: Any) -> bool:
+    """Whether it is an array, or names a file of vectors that embedx did not write."""
+    if isinstance(given, np.ndarray):
+        return True
+    is_path = isinstance(given, (str, os.PathLike))
+    return is_path and Path(given).suffix.lower() in SUFFIXES and not Path(given).is_dir()
+
+
+def opened(given: Given) -> Embeddings:
+    """Open embeddings for reading, also those that were made elsewhere.
+
+    An array, a ``.npy``, a ``.npz`` or a ``.parquet`` file is copied into
+    ``outputs/<its name>-<hash of what is in it>/embeddings.h5``, once; a copy that is there is
+    taken as it is. Numbers other than float16 become float32; a row with one that is not finite is
+    a failed row.
+
+    Args:
+        given: ``embeddings.h5``, its folder, opened embeddings, or: rows of numbers ``(n, d)`` as
+            an array, a ``.npy``, the only such array of a ``.npz``, or the only column of lists in
+            a ``.parquet`` file. In the last two, what is called label or id counts as such, and
+            what else has a value a row is metadata.
+
+    Raises:
+        DataError: A file of others cannot be read, or is not of such rows.
+        DependencyError: It is a parquet file, and pyarrow is not installed.
+        StoreError: It is not there, unfinished, damaged, or there is no space for the copy.
+    """
+    if not is_ready_made(given):
+        assert not isinstance(given, np.ndarray)
+        return store.open(given)
+    if isinstance(given, np.ndarray):
+        vectors = _of_array(given)
+    else:
+        assert not isinstance(given, Embeddings)
+        path = Path(given).expanduser()
+        vectors = _of_parquet(path) if path.suffix.lower() == ".parquet" else _of_file(path)
+    return _copied(vectors)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vectors:
+    """Rows of numbers with what is known of them.
+
+    Attributes:
+        name: Of the file that they are from.
+        title: What they are, for messages.
+        layer: What the rows are called.
+        n: How many.
+        d: How many numbers each has.
+        dtype: float16 or float32.
+        blocks: Makes an iterator of them from the first on: rows ``(b, d)``, and why some of the b
+            have no numbers.
+        ids: n unique texts; row numbers where None.
+        labels: Indices ``(n,)`` and their names, or None.
+        metadata: Columns.
+        notes: What was found and passed over.
+    """
+
+    name: str
+    title: str
+    layer: str
+    n: int
+    d: int
+    dtype: np.dtype[Any]
+    blocks: Callable[[], Iterator[tuple[Array, dict[int, str]]]]
+    ids: list[str] | None = None
+    labels: tuple[Array, list[str]] | None = None
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[tuple[Array, dict[int, str]]]:
+        """The rows as they are stored, and why some of a block fail."""
+        for block, missing in self.blocks():
+            with np.errstate(over="ignore", invalid="ignore"):
+                rows = np.ascontiguousarray(block.astype(self.dtype, copy=False))
+            bad = dict(missing)
+            for i in np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist():
+                bad.setdefault(i, f"it has numbers that are not finite in {self.dtype}")
+            if bad:
+                rows = rows.copy()
+                rows[list(bad)] = np.nan
+            yield rows, bad
+
+
+# --------------------------------------------------------------------------- the copy
+
+
+def _copied(vectors: _Vectors) -> Embeddings:
+    digest = hashlib.sha256()
+    n_failed = 0
+    for rows, bad in vectors.rows():
+        digest.update(rows.tobytes())
+        n_failed += len(bad)
+    if n_failed == vectors.n:
+        raise DataError(
+            f"every one of the {vectors.n:,} rows of {vectors.title} has numbers that are missing "
+            "or not finite; give others"
+        )
+    labels = None if vectors.labels is None else [vectors.labels[0].tolist(), vectors.labels[1]]
+    columns = {name: list(map(str, column)) for name, column in vectors.metadata.items()}
+    facts = [vectors.layer, vectors.n, vectors.d, vectors.dtype.name, vectors.ids, labels, columns]
+    digest.update(json.dumps(facts).encode())
+    file_id = digest.hexdigest()
+    name = re.sub(r"[^\w.-]|^[.]", "_", vectors.name)
+    folder = Path("outputs") / f"{name}-{file_id[:6]}"
+    path = folder / store.EMBEDDINGS_NAME
+    if path.exists():
+        return _present(path, file_id, vectors)
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with store.waiting_lock(folder / MODEL, work=f"copies {vectors.title} into {folder}"):
+            if path.exists():  # by another, meanwhile
+                return _present(path, file_id, vectors)
+            _write(path, file_id, vectors, n_failed)
+    except OSError as error:
+        if is_new:
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"cannot write {folder}: {error.strerror}; work elsewhere") from None
+    return store.open(path)
+
+
+def _present(path: Path, file_id: str, vectors: _Vectors) -> Embeddings:
+    present = store.open(path)
+    if present.attrs["id"] != file_id:
+        raise StoreError(
+            f"{path} holds other embeddings than {vectors.title} (id {present.attrs['id'][:12]}, "
+            f"and here {file_id[:12]}); move it away"
+        )
+    log.info("%s is copied already, as %s", vectors.title, path)
+    return present
+
+
+def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int) -> None:
+    for note in vectors.notes:
+        log.info("%s", note)
+    ids = vectors.ids or [str(i) for i in range(vectors.n)]
+    field = store.embeddings_field(
+        vectors.layer,
+        n_features=vectors.d,
+        dtype=vectors.dtype,
+        attrs={"layer": vectors.layer, "what": MODEL},
+    )
+    attrs = {
+        "id": file_id,
+        "identity": json.dumps({"model": MODEL, "rows": vectors.n}),
+        "model": MODEL,
+        "source": vectors.name,
+        "data": vectors.name,
+    }
+    writer = store.resume(path, expected={"id": file_id}) or _created(
+        path, vectors, ids=ids, field=field, attrs=attrs
+    )
+    with contextlib.closing(writer):
+        first_row, start = writer.rows_done, 0
+        for rows, bad in vectors.rows():
+            stop = start + len(rows)
+            skip = min(max(0, first_row - start), len(rows))
+            status = np.full(len(rows), Status.OK, np.uint8)
+            status[list(bad)] = Status.FAILED
+            writer.append(
+                {field.name: rows[skip:]},
+                status=status[skip:],
+                reasons={
+                    start + i: (ids[start + i], f"DataError: {why}")
+                    for i, why in bad.items()
+                    if i >= skip
+                },
+            )
+            start = stop
+        writer.finish()
+    log.info(
+        "copied %s into %s: %s rows, %s failed, %s (%s %s)",
+        vectors.title,
+        path,
+        f"{vectors.n:,}",
+        f"{n_failed:,}",
+        vectors.layer,
+        vectors.d,
+        vectors.dtype,
+    )
+    if n_failed:
+        for reason in store.read_reasons(path)[:3]:
+            log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
+
+
+def _created(
+    path: Path, vectors: _Vectors, *, ids: Sequence[str], field: Field, attrs: dict[str, Any]
+) -> store.Writer:
+    labels, names = vectors.labels or (None, [])
+    return store.create(
+        path,
+        ids=ids,
+        fields=[field],
+        attrs=attrs,
+        labels=labels,
+        label_names=names,
+        metadata=vectors.metadata,
+    )
+
+
+# --------------------------------------------------------------------------- arrays
+
+
+def _of_array(values: Array, *, title: str = "the array") -> _Vectors:
+    if np.ma.isMaskedArray(values):
+        raise DataError(f"{title} is masked; give filled(np.nan), whose rows are failed ones")
+    _require_rows(values.shape, values.dtype, title)
+
+    def blocks() -> Iterator[tuple[Array, dict[int, str]]]:
+        step = _block_rows(values.shape[1], values.dtype)
+        for start in range(0, len(values), step):
+            yield values[start : start + step], {}
+
+    n, d = values.shape
+    return _Vectors("array", title, "vectors", n, d, _stored(values.dtype), blocks)
+
+
+def _require_rows(shape: tuple[int, ...], dtype: np.dtype[Any], title: str) -> None:
+    if len(shape) != 2 or min(shape) < 1 or dtype.kind not in "fiu" or dtype.itemsize > 8:
+        raise DataError(
+            f"{title} has shape {shape} and type {dtype}, and embeddings are numbers (n, d), a row "
+            "a sample; reshape or save them so"
+        )
+
+
+def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float16 if dtype == np.float16 else np.float32)
+
+
+def _block_rows(d: int, dtype: np.dtype[Any]) -> int:
+    return max(1, _BLOCK_BYTES // (d * dtype.itemsize))
+
+
+def _of_file(path: Path) -> _Vectors:
+    arrays, refused = arrays_in(path)
+    found = {key: one for key, one in arrays.items() if len(one.shape) == 2 or not key}
+    if len(found) != 1:
+        shown = listed([f"{key} {one.shape}" for key, one in arrays.items()]) or "none"
+        how = f"np.save('embeddings.npy', np.load('{path.name}')[KEY])"
+        raise DataError(
+            f"{path} has {len(found)} arrays of rows (n, d), and one is taken; it has: {shown}; "
+            f"save that one alone: {how}"
+        )
+    ((key, chosen),) = found.items()
+    _require_rows(chosen.shape, chosen.dtype, str(path))
+    n, d = chosen.shape
+
+    def blocks() -> Iterator[tuple[Array, dict[int, str]]]:
+        step = _block_rows(d, chosen.dtype)
+        for start in range(0, n, step):
+            yield chosen[start : start + step], {}
+        chosen.close()
+
+    ids, labels, metadata, notes = _beside(path, arrays, n)
+    notes += [f"passed over: {name} {why}" for name, why in refused.items()]
+    if _stored(chosen.dtype) != chosen.dtype:
+        notes.append(f"{path}: numbers of {chosen.dtype} are kept as float32")
+    return _Vectors(
+        name=path.stem,
+        title=str(path),
+        layer=key.rpartition("/")[2] or "vectors",
+        n=n,
+        d=d,
+        dtype=_stored(chosen.dtype),
+        blocks=blocks,
+        ids=ids,
+        labels=labels,
+        metadata=metadata,
+        notes=tuple(notes),
+    )
+
+
+def _beside(
+    path: Path, arrays: dict[str, ArrayFile], n: int
+) -> tuple[list[str] | None, tuple[Array, list[str]] | None, dict[str, Any], list[str]]:
+    """What stands in a ``.npz`` beside the rows: ids, labels, metadata, and what is to be said."""
+    ids: list[str] | None = None
+    labels: tuple[Array, list[str]] | None = None
+    metadata: dict[str, Any] = {}
+    passed_over, notes = [], []
+    for key, one in arrays.items():
+        if key == "label_names" or len(one.shape) == 2:
+            continue
+        if one.shape != (n,):
+            passed_over.append(f"{key} {one.shape}")
+            continue
+        values = one.as_list()
+        if is_label_key(key) and labels is None:
+            names = arrays.get("label_names")
+            labels = _named_labels(values, names.as_list() if names else None)
+            notes.append(f"{path}: labels by {key}, {len(labels[1])} classes")
+        elif key in _ID_KEYS and _are_ids(texts := list(map(str, values))):
+            ids = texts
+            notes.append(f"{path}: ids by {key}")
+        else:
+            column = one[:] if one.dtype.kind in "biuf" else _shortened(values, key, notes)
+            metadata[key.removeprefix("metadata/")] = column
+    if metadata:
+        notes.append(f"columns kept: {listed(metadata)}")
+    if passed_over:
+        notes.append(f"passed over, for they have not {n:,} values: {listed(passed_over)}")
+    return ids, labels, metadata, notes
+
+
+def _named_labels(values: list[Any], names: list[Any] | None) -> tuple[Array, list[str]]:
+    """Labels by their names where there are some, else each by itself."""
+    are_whole = all(isinstance(value, int) for value in values)
+    if names and are_whole and min(values) >= -1 and max(values) < len(names):
+        return np.array(values, np.int32), [storable(str(name)) for name in names]
+    return indexed([storable(str(value)) for value in values])
+
+
+def _are_ids(texts: Sequence[str]) -> bool:
+    return len(set(texts)) == len(texts) and all(text and storable(text) == text for text in texts)
+
+
+def _shortened(texts: Sequence[str], name: str, notes: list[str]) -> Column:
+    column, n_cut = shortened(texts)
+    if n_cut:
+        notes.append(f"{n_cut:,} texts of {name} are cut to 1,024 bytes")
+    return column
+
+
+# --------------------------------------------------------------------------- parquet
+
+
+def _of_parquet(path: Path) -> _Vectors:
+    table = read_table(path)
+    with parquet_file(path) as opened_file:
+        lists = {
+            field.name: field.type for field in opened_file.schema_arrow if _is_list(field.type)
+        }
+    if len(lists) != 1:
+        raise DataError(
+            f"{path} has {len(lists)} columns of lists of numbers, and one is taken; it has: "
+            f"{listed([*table.names, *table.homeless])}; keep the one with the embeddings"
+        )
+    ((name, kind),) = lists.items()
+    lengths: Counter[int] = Counter()
+    for part in _lists(path, name):
+        lengths.update(part.value_lengths().drop_null().to_pylist())
+    lengths.pop(0, None)
+    if not lengths:
+        raise DataError(f"the column {name} of {path} is empty in every row; give others")
+    d = lengths.most_common(1)[0][0]
+    own = np.dtype(kind.value_type.to_pandas_dtype())
+    _require_rows((table.n, d), own, f"the column {name} of {path}")
+
+    def blocks() -> Iterator[tuple[Array, dict[int, str]]]:
+        for part in _lists(path, name):
+            yield _block(part, d)
+
+    notes: list[str] = []
+    ids: list[str] | None = None
+    labels = None
+    metadata: dict[str, Any] = {}
+    for column in table.names:
+        if labels is None and is_label_name(column):
+            labels = table.labels(column)
+            notes.append(f"{path}: labels by column {column}, {len(labels[1])} classes")
+        elif ids is None and plain_name(column) in _ID_KEYS and _are_ids(table.texts(column)):
+            ids = table.texts(column)
+            notes.append(f"{path}: ids by column {column}")
+        else:
+            values = table.column(column)
+            if isinstance(values, list):
+                values = _shortened(values, column, notes)
+            metadata[column] = values
+    if metadata:
+        notes.append(f"columns kept: {listed(metadata)}")
+    others = [f"{other} ({about})" for other, about in table.homeless.items() if other != name]
+    if others:
+        notes.append(f"passed over: {listed(others)}")
+    if _stored(own) != own:
+        notes.append(f"{path}: numbers of {own} are kept as float32")
+    return _Vectors(
+        name=path.stem,
+        title=str(path),
+        layer=name,
+        n=table.n,
+        d=d,
+        dtype=_stored(own),
+        blocks=blocks,
+        ids=ids,
+        labels=labels,
+        metadata=metadata,
+        notes=tuple(notes),
+    )
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = pa.types
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(
+        is_list and (types.is_floating(kind.value_type) or types.is_integer(kind.value_type))
+    )
+
+
+def _lists(path: Path, name: str) -> Iterator[Any]:
+    """The column some rows at a time, as Arrow's lists."""
+    import pyarrow as pa
+
+    with parquet_file(path) as opened_file:
+        require_bounded(path, opened_file, [name])
+        for batch in opened_file.iter_batches(batch_size=4096, columns=[name], use_threads=False):
+            part = batch.column(name)
+            if pa.types.is_fixed_size_list(part.type):
+                part = part.cast(pa.list_(part.type.value_type))
+            yield part
+
+
+def _block(part: Any, d: int) -> tuple[Array, dict[int, str]]:
+    """Rows ``(b, d)`` of b lists, NaN for those of another length, and why."""
+    lengths = part.value_lengths().to_pylist()
+    flat = part.flatten().to_numpy(zero_copy_only=False)
+    if all(length == d for length in lengths):
+        return flat.reshape(len(part), d), {}
+    rows = np.full((len(part), d), np.nan, np.result_type(flat.dtype, np.float32))
+    missing: dict[int, str] = {}
+    at = 0
+    for i, length in enumerate(lengths):
+        if length == d:
+            rows[i] = flat[at : at + d]
+        else:
+            many = f"it has {length} numbers, and the other rows have {d}"
+            missing[i] = "it has no numbers" if length is None else many
+        at += length or 0
+    return rows, missing

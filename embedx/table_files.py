@@ -1,0 +1,393 @@
+"""Tables of others, CSV, TSV and parquet: read strictly and in bounded memory."""
+
+import contextlib
+import csv
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from embedx.columns import (
+    TEXT_BYTES_MOST,
+    Column,
+    from_arrow,
+    from_texts,
+    indexed,
+    storable,
+)
+from embedx.errors import DataError, first_line, listed, missing_extra, short
+from embedx.matrix import Array
+
+SEPARATORS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+ROWS_MOST = 10_000_000
+COLUMNS_MOST = 1_000
+BYTES_MOST = 4 * 2**30
+_LINE_BYTES = 2**24
+_PACKED_BYTES, _PACKED_MOST = 2**26, 200
+_BATCH_ROWS = 65_536
+_OTHER_SEPARATORS = ";\t|,"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The columns of a table, typed when they are asked for.
+
+    Attributes:
+        path: The file.
+        names: Names of its columns that have a place, in their order.
+        n: Number of rows.
+        is_cut: Whether the file has more rows than were asked for.
+        homeless: What the columns are that have no place, such as lists, by their names.
+        notes: What was passed over, for the user.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    n: int
+    is_cut: bool
+    homeless: dict[str, str]
+    notes: tuple[str, ...]
+    _cells: dict[str, Any] = dataclasses.field(repr=False)
+
+    def column(self, name: str) -> Column:
+        """A column ``(n,)`` of numbers, booleans or texts: the narrowest that says the same."""
+        cells = self._cells[name]
+        if isinstance(cells, list):
+            return from_texts(cells)
+        column = from_arrow(cells)
+        assert column is not None  # those without a place were not read
+        return column
+
+    def texts(self, name: str) -> list[str]:
+        """The cells of a column as they are written, ``""`` for one that is missing."""
+        cells = self._cells[name]
+        if isinstance(cells, list):
+            return cells
+        column = from_arrow(cells)
+        if isinstance(column, list):
+            return column
+        texts = _as_strings(cells).to_pylist()
+        return ["" if text in (None, "nan") else text for text in texts]
+
+    def labels(self, name: str) -> tuple[Array, list[str]]:
+        """A column as labels: indices ``(n,)`` into their names, -1 for none, and the names.
+
+        Raises:
+            DataError: One is longer than a file keeps, or has NUL in it.
+        """
+        texts = self.texts(name)
+        odd = next((text for text in dict.fromkeys(texts) if storable(text) != text), None)
+        if odd is not None:
+            raise DataError(
+                f"a label in column {name} of {self.path}, {short(repr(odd), most=40)}, has "
+                f"{_UNSTORABLE}; shorten it, or choose another column"
+            )
+        return indexed(texts)
+
+    def ids(self, name: str) -> list[str]:
+        """A column as ids.
+
+        Raises:
+            DataError: One is empty, comes twice, is longer than a file keeps, or has NUL in it.
+        """
+        texts = self.texts(name)
+        twice, count = Counter(texts).most_common(1)[0]
+        why = f"comes {count} times" if count > 1 else ""
+        odd = twice
+        if not why:
+            odd = next((text for text in texts if not text or storable(text) != text), "")
+            why = f"has {_UNSTORABLE}" if odd else "is empty" if "" in texts else ""
+        if why:
+            raise DataError(
+                f"the id {short(repr(odd), most=40)} in column {name} of {self.path} {why}; make "
+                "the ids unique texts, or choose another column"
+            )
+        return texts
+
+
+_UNSTORABLE = f"NUL in it, or more than {TEXT_BYTES_MOST:,} bytes"
+
+
+def plain_name(name: str) -> str:
+    """A name in lower case without what separates words in it."""
+    return re.sub(r"[\s_.-]", "", name).casefold()
+
+
+def is_label_name(name: str) -> bool:
+    """Whether a column of this name is that of the labels."""
+    return plain_name(name) in ("label", "class", "target")
+
+
+def _as_strings(cells: Any) -> Any:
+    import pyarrow as pa
+
+    return cells.cast(pa.string())
+
+
+def read_table(path: Path, *, limit: int | None = None, delimiter: str | None = None) -> Table:
+    """Read a table whole, or its first rows.
+
+    Args:
+        path: A ``.csv`` or ``.tsv`` file in UTF-8 whose first line names the columns, or a
+            ``.parquet`` file.
+        limit: How many rows; all where None.
+        delimiter: What separates the cells of a text file; by its suffix where None.
+
+    Raises:
+        DataError: Not there, of another kind, damaged, not rectangular, or too large; the message
+            has the line.
+        DependencyError: It is a parquet file, and pyarrow is not installed.
+
+    References:
+        RFC 4180 for CSV; Python's ``csv`` and Apache Arrow read.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise DataError(f"the table {path} {what}; name a .csv, .tsv or .parquet file")
+    suffix = path.suffix.lower()
+    if suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
+        raise DataError(f"the table {path} is compressed; unpack it, and name what comes out")
+    if suffix == ".parquet":
+        if delimiter is not None:
+            raise DataError(f"{path} is a parquet file, which has no delimiter; leave it out")
+        return _read_parquet(path, limit)
+    if suffix not in SEPARATORS:
+        raise DataError(f"the table {path} is no .csv, .tsv or .parquet file; name one")
+    delimiter = "\t" if delimiter == "\\t" else delimiter  # as a shell hands it on
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '\r\n" '):
+        raise DataError(f"delimiter {delimiter!r} is not one character; give one, such as ';'")
+    return _read_text(path, limit, delimiter or SEPARATORS[suffix])
+
+
+# --------------------------------------------------------------------------- text
+
+
+def _lines(file: Any, path: Path) -> Iterator[str]:
+    """The lines of a file, each of a bounded length and in UTF-8."""
+    n_bytes = 0
+    for number in itertools.count(1):
+        line: bytes = file.readline(_LINE_BYTES + 1)
+        if not line:
+            return
+        n_bytes += len(line)
+        if len(line) > _LINE_BYTES or n_bytes > BYTES_MOST:
+            too_long = f"more than {_LINE_BYTES / 2**20:.0f} MiB"
+            what = f"has {too_long}" if len(line) > _LINE_BYTES else "is past 4 GiB of text"
+            raise DataError(f"line {number} of {path} {what}; cut it, or give a parquet file")
+        try:
+            yield line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").decode()
+        except UnicodeDecodeError as error:
+            byte = line[error.start]
+            raise DataError(
+                f"line {number} of {path} is not UTF-8 (byte 0x{byte:02x}); save it as UTF-8"
+            ) from None
+
+
+def _read_text(path: Path, limit: int | None, delimiter: str) -> Table:
+    try:
+        with path.open("rb") as file:
+            lines = _lines(file, path)
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
+            try:
+                return _table_of(path, reader, limit, delimiter)
+            except csv.Error as error:
+                why = str(error)
+                if "field larger" in why:
+                    why = f"a cell of more than {csv.field_size_limit():,} characters"
+                raise DataError(
+                    f"line {reader.line_num} of {path} is not what a CSV file holds ({why}); mend "
+                    "it, or save the table as parquet"
+                ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its rights") from None
+
+
+def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Table:
+    header: list[str] = next((row for row in reader if row), [])
+    if not header:
+        raise DataError(f"{path} is empty; its first line must name the columns")
+    if any("\0" in name for name in header):
+        raise DataError(f"the first line of {path} has NUL in it, as UTF-16 has; save it as UTF-8")
+    if len(header) == 1:
+        found = [c for c in _OTHER_SEPARATORS if c in header[0] and c != delimiter]
+        if found:
+            raise DataError(
+                f"the first line of {path} is one cell, {short(header[0])!r}, if {delimiter!r} "
+                f"separates them; is it {found[0]!r}? give data.delimiter"
+            )
+    _require_fit(path, header)
+    rows: list[list[str]] = []
+    n_blank = 0
+    is_cut = False
+    for row in reader:
+        if not row:
+            n_blank += 1
+        elif len(row) != len(header):
+            raise DataError(
+                f"line {reader.line_num} of {path} has {len(row)} cells, and its first line names "
+                f"{len(header)} columns; mend it (a cell with {delimiter!r} in it needs quotes)"
+            )
+        elif limit is not None and len(rows) == limit:
+            is_cut = True
+            break
+        else:
+            rows.append(row)
+            if len(rows) > ROWS_MOST:
+                raise _too_many(path)
+    if not rows:
+        raise DataError(f"{path} has its {len(header)} columns, and no row; add some")
+    columns = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
+    notes = [f"{n_blank:,} blank lines"] if n_blank else []
+    n_nameless = header.count("")
+    columns.pop("", None)
+    if n_nameless:  # as of the index of a data frame
+        notes.append(f"{n_nameless} columns without a name")
+    names = tuple(name for name in header if name)
+    return Table(path, names, len(rows), is_cut, {}, tuple(notes), columns)
+
+
+def _require_fit(path: Path, names: Sequence[str]) -> None:
+    """Refuse names that come twice, and more columns than a file keeps."""
+    if len(names) > COLUMNS_MOST:
+        raise DataError(
+            f"{path} has {len(names):,} columns, and at most {COLUMNS_MOST:,} are read; keep those "
+            "that say something of a sample"
+        )
+    twice = [name for name, count in Counter(names).items() if count > 1 and name]
+    if twice:
+        raise DataError(
+            f"{path} has the column {short(twice[0])!r} {names.count(twice[0])} times; give each a "
+            "name of its own"
+        )
+
+
+def _too_many(path: Path) -> DataError:
+    return DataError(f"{path} has more than {ROWS_MOST:,} rows; split it into several tables")
+
+
+# --------------------------------------------------------------------------- parquet
+
+
+@contextlib.contextmanager
+def parquet_file(path: Path, **options: Any) -> Iterator[Any]:
+    """A parquet file, opened; what Arrow stumbles over is the file's fault.
+
+    Args:
+        path: The file.
+        options: Of ``pyarrow.parquet.ParquetFile``.
+
+    Raises:
+        DataError: It is damaged, or none.
+        DependencyError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise missing_extra("pyarrow", extra="data", needed_for=f"reading {path}") from None
+    try:
+        with parquet.ParquetFile(path, **options) as opened:
+            yield opened
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
+        raise DataError(
+            f"{path} is damaged or no parquet file ({short(first_line(error))}); write it anew"
+        ) from None
+
+
+def require_bounded(path: Path, opened: Any, columns: Sequence[str]) -> None:
+    """Refuse a parquet file of more rows, or larger columns, than is sensible.
+
+    A kilobyte can declare a thousand million equal rows.
+
+    Raises:
+        DataError: It is one.
+    """
+    about = opened.metadata
+    if about.num_rows > ROWS_MOST:
+        raise _too_many(path)
+    wanted = set(columns)
+    n_bytes = 0
+    for group in range(about.num_row_groups):
+        row_group = about.row_group(group)
+        for i in range(about.num_columns):
+            chunk = row_group.column(i)
+            name = chunk.path_in_schema
+            if name not in wanted and name.partition(".")[0] not in wanted:
+                continue
+            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+            n_bytes += size
+            if size > max(_PACKED_BYTES, packed * _PACKED_MOST):
+                raise DataError(
+                    f"the column {short(name, most=40)} of {path} is {size:,} bytes packed into "
+                    f"{packed:,}, which no texts or numbers of a table are; write it without "
+                    "that column"
+                )
+        if n_bytes > BYTES_MOST:
+            raise DataError(
+                f"{path} holds more than 4 GiB in {listed(columns)}; keep fewer columns or rows"
+            )
+
+
+def _read_parquet(path: Path, limit: int | None) -> Table:
+    with parquet_file(path) as opened:
+        if opened.metadata.num_columns > 2 * COLUMNS_MOST:
+            _require_fit(path, [""] * opened.metadata.num_columns)
+        schema = opened.schema_arrow
+        _require_fit(path, schema.names)
+        homes = [field for field in schema if field.name and has_place(field.type)]
+        texts = [field.name for field in homes if _is_text(field.type)]
+    homeless = {
+        field.name: short(str(field.type), most=40) for field in schema if field not in homes
+    }
+    names = [field.name for field in homes]
+    # As dictionaries: a text that stands in the file once is kept once.
+    with parquet_file(path, read_dictionary=texts) as opened:
+        require_bounded(path, opened, names)
+        cells, n, is_cut = _batches(path, opened, names, limit)
+    if not n:
+        raise DataError(f"{path} has {len(schema.names)} columns, and no row; add some")
+    return Table(path, tuple(names), n, is_cut, homeless, (), cells)
+
+
+def _batches(
+    path: Path, opened: Any, names: list[str], limit: int | None
+) -> tuple[dict[str, Any], int, bool]:
+    import pyarrow as pa
+
+    n = n_bytes = 0
+    parts: dict[str, list[Any]] = {name: [] for name in names}
+    if not names:
+        return {}, opened.metadata.num_rows, False
+    most = min(ROWS_MOST, limit or ROWS_MOST)
+    for batch in opened.iter_batches(batch_size=_BATCH_ROWS, columns=names, use_threads=False):
+        n += len(batch)
+        n_bytes += batch.nbytes
+        if n > ROWS_MOST:
+            raise _too_many(path)
+        if n_bytes > BYTES_MOST:
+            raise DataError(f"{path} holds more than 4 GiB in {listed(names)}; keep fewer columns")
+        for name in names:
+            part = batch.column(name)
+            parts[name].append(part[: len(part) - max(0, n - most)])
+        if n > most:
+            break
+    chunked = {name: pa.chunked_array(part) for name, part in parts.items() if part}
+    return chunked, min(n, most), n > most or opened.metadata.num_rows > most
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def has_place(kind: Any) -> bool:
+    """Whether a column of an Arrow type is one of numbers, booleans or texts."""
+    import pyarrow as pa
+
+    return from_arrow(pa.array([], kind)) is not None

@@ -1,0 +1,80 @@
+"""Columns of tables: their types, names that come again, labels as indices."""
+
+import datetime
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedx import columns
+
+
+@pytest.mark.parametrize(
+    ("texts", "kind", "values"),
+    [
+        (["1", "-2", "30"], "i", [1, -2, 30]),
+        (["1", "", "3"], "f", [1, np.nan, 3]),
+        (["1.5", "2", ""], "f", [1.5, 2, np.nan]),
+        (["true", "False"], "b", [True, False]),
+        (["true", ""], "", ["true", ""]),
+        (["007", "8"], "", ["007", "8"]),
+        (["9007199254740993", ""], "", ["9007199254740993", ""]),
+        (["a", "1"], "", ["a", "1"]),
+        (["", ""], "", ["", ""]),
+    ],
+)
+def test_cells_become_the_narrowest_type_that_says_the_same(
+    texts: list[str], kind: str, values: Sequence[object]
+) -> None:
+    column = columns.from_texts(texts)
+    assert (column.dtype.kind if isinstance(column, np.ndarray) else "") == kind
+    np.testing.assert_array_equal(column, values)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "a#2", "a#3", "b#2", ""]), max_size=12))
+def test_names_that_come_again_become_unique_and_a_first_one_stays(names: list[str]) -> None:
+    unique, n_again = columns.unique_names(names)
+    assert len(set(unique)) == len(names)
+    assert n_again == len(names) - len(set(names))
+    for i, (name, made) in enumerate(zip(names, unique, strict=True)):
+        assert made == name if name not in names[:i] else made.startswith(f"{name}#")
+
+
+def test_labels_are_counted_through_as_numbers_where_all_are_and_else_as_texts() -> None:
+    indices, names = columns.indexed(["10", "9", "", "10"])
+    assert (names, indices.tolist()) == (["9", "10"], [1, 0, -1, 1])
+    indices, names = columns.indexed(["10", "9", "x"])
+    assert (names, indices.tolist()) == (["10", "9", "x"], [0, 1, 2])
+
+
+def test_texts_of_an_arrow_dictionary_are_those_of_the_plain_column() -> None:
+    texts = ["a", None, "b", "a", ""]
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        plain = pa.chunked_array([pa.array(texts[:3], kind), pa.array(texts[3:], kind)])
+        assert columns.from_arrow(plain) == ["a", "", "b", "a", ""]
+    one = pa.array(texts[:3]).dictionary_encode()
+    other = pa.array(["c", *texts[3:]]).dictionary_encode()
+    assert columns.from_arrow(pa.chunked_array([one, other])) == ["a", "", "b", "c", "a", ""]
+
+
+def test_a_date_of_arrow_is_iso_8601() -> None:
+    when = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC)
+    (text,) = columns.from_arrow(pa.array([when]))  # type: ignore[misc]
+    assert datetime.datetime.fromisoformat(text) == when
+
+
+def test_a_text_that_is_cut_fits_and_is_counted_each_time() -> None:
+    kept, n_cut = columns.shortened(["ä" * 600, "b\0c", "ä" * 600, "x" * 1024])
+    assert n_cut == 2
+    assert kept[1:2] == ["b c"]
+    assert kept[0] == kept[2] == "ä" * 510 + "…"
+    assert [len(text.encode()) <= 1024 for text in kept] == [True] * 4
+
+
+def test_a_name_that_a_file_cannot_keep_is_shortened_or_spelled() -> None:
+    assert columns.storable("a b/ü") == "a b/ü"
+    assert columns.storable("a\0b") == "a\\x00b"
+    assert len(columns.storable("ü" * 2000).encode()) <= 1024

@@ -1,0 +1,214 @@
+"""Embeddings that were made elsewhere go through every stage as a run's own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+import embedx
+from embedx import store
+from embedx.errors import DataError, StoreError
+from embedx.ready_made import opened
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(60, 8)).astype(np.float32)
+KINDS = ["ab"[i % 2] for i in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_parquet(path: str, columns: dict[str, Any], **options: Any) -> str:
+    pa.parquet.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def test_every_way_to_give_the_same_rows_gives_them_back(here: Path) -> None:
+    np.save("a.npy", ROWS)
+    np.save("b.npy", np.asfortranarray(ROWS.astype(np.float64)))
+    np.save("c.npy", ROWS.astype(">f4"))
+    np.savez("d.npz", x=ROWS)
+    np.savez_compressed("e.npz", x=ROWS)
+    write_parquet("f.parquet", {"x": ROWS.tolist()}, row_group_size=7)
+    fixed = pa.FixedSizeListArray.from_arrays(pa.array(ROWS.reshape(-1)), 8)
+    write_parquet("g.parquet", {"x": fixed})
+    given: list[Any] = [ROWS, *sorted(path.name for path in here.iterdir())]
+    assert len(given) == 8
+    for one in given:
+        run = opened(one)
+        np.testing.assert_array_equal(run.rows()[1], ROWS)
+        assert run.ids == [str(i) for i in range(60)]
+        assert run.complete
+        assert run.verify() == []
+        assert run.attrs["model"] == "ready-made"
+        assert run.ok.all()
+
+
+def test_what_stands_beside_the_rows_is_kept(here: Path) -> None:
+    frame = pandas.DataFrame(
+        {
+            "ID": [f"s{i}" for i in range(60)],
+            "label": ["", *KINDS[1:]],
+            "age": range(60),
+            "ok": [i % 3 == 0 for i in range(60)],
+            "note": ["n" * 3000, *["x"] * 59],
+            "x": list(ROWS),
+        }
+    )
+    frame.to_parquet("t.parquet")
+    run = opened("t.parquet")
+    assert run.ids == frame["ID"].tolist()
+    assert run.label_texts() == frame["label"].tolist()
+    assert list(run.embeddings) == ["x"]
+    np.testing.assert_array_equal(run.metadata["age"], frame["age"])
+    np.testing.assert_array_equal(run.metadata["ok"], frame["ok"])
+    assert len(run.metadata["note"][0].encode()) == 1024
+    np.savez("t.npz", x=ROWS, ids=frame["ID"].to_numpy(str), y=np.arange(60) % 3, age=frame["age"])
+    run = opened("t.npz")
+    assert run.ids == frame["ID"].tolist()
+    assert run.label_texts() == [str(i % 3) for i in range(60)]
+    np.testing.assert_array_equal(run.metadata["age"], frame["age"])
+
+
+def test_a_row_that_is_not_finite_or_has_no_numbers_fails_alone(here: Path) -> None:
+    bad = ROWS.astype(np.float64)
+    bad[3, 1], bad[5, 0], bad[7, 2] = np.nan, np.inf, 1e300
+    np.save("x.npy", bad)
+    run = opened("x.npy")
+    assert np.flatnonzero(~run.ok).tolist() == [3, 5, 7]
+    np.testing.assert_array_equal(run.rows()[1][run.ok], ROWS[run.ok])
+    assert np.isnan(run.rows()[1][~run.ok]).all()
+    lists: list[Any] = ROWS.tolist()
+    lists[0], lists[2], lists[4] = None, [1.0], []
+    lists[6] = [None, *lists[6][1:]]
+    run = opened(write_parquet("x.parquet", {"x": lists}, row_group_size=4))
+    assert np.flatnonzero(~run.ok).tolist() == [0, 2, 4, 6]
+    np.testing.assert_array_equal(run.rows()[1][run.ok], ROWS[run.ok])
+    whys = [one["reason"] for one in store.read_reasons(run.path)]
+    assert ["no numbers" in whys[0], "has 1 numbers" in whys[1]] == [True, True]
+    assert projected(run) == [1, 3, 5, *range(7, 60)]
+
+
+def projected(run: Any) -> list[int]:
+    placed = np.isfinite(embedx.project(run, method="pca").coords).all(axis=1)
+    return [int(row) for row in np.flatnonzero(placed)]
+
+
+def test_the_same_is_copied_once_and_another_goes_elsewhere(here: Path) -> None:
+    np.save("x.npy", ROWS)
+    first = opened("x.npy")
+    before = first.path.stat().st_mtime_ns
+    assert opened("x.npy").path == first.path
+    assert first.path.stat().st_mtime_ns == before
+    np.save("x.npy", ROWS + 1)
+    assert opened("x.npy").path != first.path
+    assert sorted(path.name for path in first.path.parent.iterdir()) == ["embeddings.h5"]
+    first.path.write_bytes(opened("x.npy").path.read_bytes())
+    np.save("x.npy", ROWS)
+    with pytest.raises(StoreError, match="holds other embeddings than x.npy"):
+        opened("x.npy")
+
+
+def test_every_stage_takes_a_file_of_vectors(
+    here: Path, embedx_here: Callable[..., tuple[int, list[str], list[str]]]
+) -> None:
+    np.savez("x.npz", x=ROWS, labels=np.array(KINDS), ok=np.arange(60) % 3 == 0)
+    np.save("y.npy", ROWS * 2)
+    written = []
+    for words in (
+        ["project", "projection=pca", "embeddings=x.npz"],
+        ["evaluate", "embeddings=x.npz", "against=[y.npy]"],
+        ["export", "exporter=npz", "embeddings=x.npz"],
+        ["view", "embeddings=x.npz", "color=ok"],
+        ["neighbors", "embeddings=x.npz", "query=3"],
+        ["compare", "runs=[x.npz,y.npy]"],
+        ["info"],
+    ):
+        status, out, err = embedx_here(*words)
+        assert (status, err) == (0, []), words
+        written += [line.split()[1].rstrip(":") for line in out if line.startswith("wrote ")]
+    (folder,) = (here / "outputs").glob("x-*")
+    assert len(written) >= 7
+    assert all((here / path).exists() for path in written)
+    with np.load(folder / "embeddings.npz") as archive:
+        np.testing.assert_array_equal(archive["embeddings/x"], ROWS)
+    assert {path.name for path in folder.iterdir()} >= {"projections", "scores.json"}
+
+
+def test_an_array_in_memory_is_projected_as_its_principal_components(here: Path) -> None:
+    coords = embedx.project(ROWS, method="pca").coords
+    centred = ROWS - ROWS.mean(axis=0)
+    _, _, axes = np.linalg.svd(centred, full_matrices=False)
+    expected = np.abs(centred @ axes[:2].T)
+    np.testing.assert_allclose(np.abs(coords), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (ROWS[0], r"shape \(8,\) .* embeddings are numbers \(n, d\)"),
+        (ROWS.reshape(60, 2, 4), r"shape \(60, 2, 4\)"),
+        (ROWS[:0], r"shape \(0, 8\)"),
+        (ROWS.astype(complex), "complex"),
+        (np.full((3, 2), np.nan), "every one of the 3 rows"),
+        (np.ma.masked_less(ROWS, 0), "is masked"),
+    ],
+)
+def test_what_is_no_matrix_of_numbers_is_refused(here: Path, x: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        opened(x)
+    assert list(here.iterdir()) == []
+
+
+def test_a_file_in_which_the_rows_are_not_clear_is_refused(here: Path) -> None:
+    np.savez("x.npz", a=ROWS, b=ROWS)
+    with pytest.raises(DataError, match=r"has 2 arrays of rows \(n, d\), and one is taken"):
+        opened("x.npz")
+    np.save("x.npy", np.array([[1], "a"], object))
+    with pytest.raises(DataError, match="Python objects"):
+        opened("x.npy")
+    with pytest.raises(DataError, match="has 0 columns of lists of numbers"):
+        opened(write_parquet("x.parquet", {"a": [1.0]}))
+    with pytest.raises(DataError, match="has 2 columns of lists of numbers"):
+        opened(write_parquet("x.parquet", {"a": [[1.0]], "b": [[1.0]]}))
+    with pytest.raises(DataError, match="none.npy is not there"):
+        opened("none.npy")
+    assert not (here / "outputs").exists()
+
+
+KILLED = """
+import os, sys
+from embedx import ready_made, store
+append = store.Writer.append
+def once(self, *args, **kwargs):
+    if self._written:
+        os.kill(os.getpid(), 9)
+    append(self, *args, **kwargs)
+    self.commit()
+store.Writer.append = once
+ready_made._BLOCK_BYTES = 700
+ready_made.opened("x.npy")
+"""
+
+
+def test_a_copy_that_was_killed_goes_on_to_the_same_bytes(here: Path) -> None:
+    np.save("x.npy", ROWS)
+    expected = opened("x.npy").path
+    content = expected.read_bytes()
+    expected.unlink()
+    killed = subprocess.run([sys.executable, "-c", KILLED], env={**os.environ}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert store.Embeddings(store.partial_path(expected)).n_rows == 21
+    assert opened("x.npy").path.read_bytes() == content
