@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
+import math
 import os
 import random
 import re
@@ -12,7 +14,7 @@ import stat
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import IO, Any, overload
 
@@ -82,7 +84,7 @@ class Source:
     reads_files: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ids, _RowNumbers):
+        if not isinstance(self.ids, RowNumbers):
             _require_texts(self.ids, f"the ids of {self.name}")
         if self.labels is not None:
             labels, n_names = np.asarray(self.labels), len(self.label_names)
@@ -131,10 +133,15 @@ def _is_utf8(text: str) -> bool:
 
 
 def _check_column(what: str, column: Any, *, n: int) -> None:
-    try:
-        values = np.asarray(column)
-    except ValueError:  # lists of several lengths
-        values = np.empty((0, 0))
+    # In an array each of many texts would take the room of the longest.
+    if isinstance(column, list) and column and all(isinstance(value, str) for value in column):
+        values = np.empty(len(column), object)
+        values[:] = ""
+    else:
+        try:
+            values = np.asarray(column)
+        except ValueError:  # lists of several lengths
+            values = np.empty((0, 0))
     if values.shape != (n,):
         raise DataError(f"{what} has shape {values.shape}; give one number or text a sample: {n}")
     is_texts = values.dtype.kind in "UO" and all(isinstance(value, str) for value in column)
@@ -148,7 +155,12 @@ def _check_column(what: str, column: Any, *, n: int) -> None:
         require_exact(column, what=what)
 
 
-def _limited(n: int, limit: int | None) -> int:
+def limited(n: int, limit: int | None) -> int:
+    """How many of n items count where ``data.limit`` takes the first so many.
+
+    Raises:
+        ConfigError: It is less than 1.
+    """
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit must be at least 1, not {limit}")
     return n if limit is None else min(n, limit)
@@ -183,6 +195,19 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
     """
     with open(path, "rb") as file:
         return _decoded(file)
+
+
+def decode_bytes(data: bytes) -> Image.Image:
+    """Read a picture from memory, as :func:`decode_image` does from a file.
+
+    Args:
+        data: What such a file holds.
+
+    Raises:
+        DataError: As there.
+        OSError: Truncated.
+    """
+    return _decoded(io.BytesIO(data))
 
 
 def _decoded(file: IO[bytes]) -> Image.Image:
@@ -278,7 +303,7 @@ def digits(*, limit: int | None = None) -> Source:
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
-    n = _limited(len(loaded.images), limit)
+    n = limited(len(loaded.images), limit)
     pixels = (loaded.images[:n] * (255 / 16)).round().astype(np.uint8)
     return Source(
         name="digits",
@@ -331,7 +356,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
             f"data.root {root} holds no picture ({where or 'it is empty'}); embedx reads "
             + " ".join(sorted(suffix[1:] for suffix in SUFFIXES))
         )
-    n = _limited(len(found), limit)
+    n = limited(len(found), limit)
     items = found[:n]
     ids = [name for name, _, _ in items]
     if expression is not None:
@@ -342,12 +367,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         classes = [""] * n
     label_names = sorted(set(classes) - {""})
     index = {name: i for i, name in enumerate(label_names)}
-    digest = hashlib.sha256()
-    hashes = np.empty(n, np.uint64)
-    for i, (name, size_bytes, mtime_ns) in enumerate(items):
-        line = _line(name, size_bytes, mtime_ns)
-        digest.update(line)
-        hashes[i] = _hash(line)
+    fingerprint, hashes = file_hashes(items)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
     if n < len(found):
         note += f", the first of {len(found):,}"
@@ -355,10 +375,10 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     if label_names and unlabelled:
         note += f", {unlabelled:,} " + ("outside any class" if expression is None else "unlabelled")
     return Source(
-        name=os.fsencode(top.resolve().name).decode(errors="backslashreplace") or "folder",
+        name=name_of(top) or "folder",
         ids=ids,
-        read=_FileReader(str(top), tuple(ids), hashes),
-        fingerprint=digest.hexdigest(),
+        read=FileReader(str(top), tuple(ids), hashes),
+        fingerprint=fingerprint,
         item_hashes=hashes,
         labels=np.array([index.get(c, -1) for c in classes], np.int32) if label_names else None,
         label_names=label_names,
@@ -403,19 +423,50 @@ def _line(name: str, size_bytes: int, mtime_ns: int) -> bytes:
     return f"{name}\0{size_bytes}\0{mtime_ns}\n".encode("utf-8", "backslashreplace")
 
 
+def file_hashes(items: Iterable[tuple[str, int, int]]) -> tuple[str, Array]:
+    """What tells files apart without reading them: of all together, and of each, ``(n,)`` uint64.
+
+    Args:
+        items: ``(path, bytes, mtime_ns)`` of each; -1 for those of a file that is not there.
+    """
+    digest, hashes = hashlib.sha256(), []
+    for item in items:
+        line = _line(*item)
+        digest.update(line)
+        hashes.append(_hash(line))
+    return digest.hexdigest(), np.array(hashes, np.uint64)
+
+
+def name_of(path: Path) -> str:
+    """The last part of a path as the name of a source."""
+    return os.fsencode(path.resolve().name).decode(errors="backslashreplace")
+
+
 @dataclasses.dataclass(frozen=True)
-class _FileReader:
+class FileReader:
+    """Picture i out of the i-th of some files, if it is as it was when they were listed.
+
+    Attributes:
+        root: The folder that the paths count from.
+        paths: n paths with ``/``.
+        hashes: Of the files, shape ``(n,)``, by :func:`file_hashes`.
+        refused: Why a row is not read at all, by its number.
+    """
+
     root: str
-    ids: tuple[str, ...]
+    paths: tuple[str, ...]
     hashes: Array
+    refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def __call__(self, i: int) -> Image.Image:
-        with open(os.path.join(self.root, *self.ids[i].split("/")), "rb") as file:
+        if i in self.refused:
+            raise DataError(self.refused[i])
+        with open(os.path.join(self.root, *self.paths[i].split("/")), "rb") as file:
             try:
                 return _decoded(file)
             finally:
                 about = os.fstat(file.fileno())  # the file that was read, though its name be taken
-                if _hash(_line(self.ids[i], about.st_size, about.st_mtime_ns)) != self.hashes[i]:
+                if _hash(_line(self.paths[i], about.st_size, about.st_mtime_ns)) != self.hashes[i]:
                     raise DataError("it was changed after the run had listed it") from None
 
 
@@ -544,7 +595,7 @@ def in_memory(
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
     indices: Array | None = None
     if labels is not None:
-        indices, names = _counted_through(labels, classes)
+        indices, names = counted_through(labels, classes)
         if "-1" in names and "-1" not in labels:
             aloud.append(
                 f"-1 among the labels of {kind} is a class of that name; for none give texts, ''"
@@ -562,11 +613,11 @@ def in_memory(
         note += f"; whether they changed is seen on {min(n, _DIGEST_ITEMS)} of them"
     else:
         assert values is not None
-        fingerprint, hashes = _hashed_rows(values, _form(items, values))
+        fingerprint, hashes = hashed_rows(values, _form(items, values))
     return Source(
         name=kind,
-        ids=_RowNumbers(n) if ids is None else list(ids),
-        read=_ItemReader(
+        ids=RowNumbers(n) if ids is None else list(ids),
+        read=ItemReader(
             items,
             hashes=hashes,
             gives_all=collate is not None,
@@ -609,7 +660,7 @@ def _check_usable(items: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _RowNumbers(Sequence[str]):
+class RowNumbers(Sequence[str]):
     """The ids of rows that have no others; as texts in a list they would take 60 bytes each."""
 
     n: int
@@ -649,7 +700,7 @@ def _paths(items: Any) -> list[str] | None:
     return None if any(path.startswith("../") for path in relative) else relative
 
 
-def _counted_through(
+def counted_through(
     labels: Sequence[Any], classes: Sequence[Any] | None
 ) -> tuple[Array, list[str]]:
     """Labels as indices ``(n,)`` into their sorted names, -1 for an empty text.
@@ -802,12 +853,22 @@ def _form(item: Any, values: Array) -> str:
     return str(getattr(item, "dtype", values.dtype)).removeprefix("torch.")
 
 
-def _hashed_rows(values: Array, dtype: str) -> tuple[str, Array]:
-    """SHA-256 of an array, and a hash of each of its rows."""
+def hashed_rows(
+    values: Any, dtype: str, look: Callable[[Array], None] | None = None
+) -> tuple[str, Array]:
+    """SHA-256 of an array, and a hash of each of its rows, shape ``(n,)`` uint64.
+
+    Args:
+        values: Shape ``(n, ...)``, in memory or read where slices of it are asked for.
+        dtype: Its type, in words.
+        look: What else is to see each block of its rows on the way.
+    """
     digest = hashlib.sha256(f"{values.shape} {dtype}".encode())
     form = f"{values.shape[1:]} {dtype}".encode()
     hashes: list[Array] = []
     for block in _blocks(values):
+        if look is not None:
+            look(block)
         digest.update(block.tobytes())
         hashes.append(np.array([_hash(form + row.tobytes()) for row in block], np.uint64))
     return digest.hexdigest(), np.concatenate(hashes)
@@ -1000,9 +1061,10 @@ def _update(digest: "hashlib._Hash", item: Any) -> None:
         digest.update(block.tobytes())
 
 
-def _blocks(values: Array) -> Iterator[Array]:
+def _blocks(values: Any) -> Iterator[Array]:
     """The rows of an array, some megabytes at a time: it may be mapped from a disk."""
-    block_rows = max(1, 2**24 // max(1, values[:1].nbytes))
+    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+    block_rows = max(1, 2**24 // max(1, row_bytes))
     for start in range(0, len(values), block_rows):
         yield np.ascontiguousarray(values[start : start + block_rows])
 
@@ -1116,7 +1178,17 @@ def _input(raw: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ItemReader:
+class ItemReader:
+    """Item i of an array, a tensor or a Dataset, if its row is as it was when it was hashed.
+
+    Attributes:
+        items: Where they are.
+        hashes: Of the rows of an array, shape ``(n,)``, by :func:`hashed_rows`; None of a Dataset.
+        gives_all: Whether an item is given whole, and not the input in it.
+        gives_label: Whether the label in an item is given too.
+        n_names: How many names there are for labels, 0 for any.
+    """
+
     items: Any
     hashes: Array | None
     gives_all: bool
