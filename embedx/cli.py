@@ -852,13 +852,13 @@ def _run_name(values: Mapping[str, Any]) -> str:
     is_usual_size = values["batch_size"] == default["batch_size"]
     if not is_usual_size and _foreign_code([values["model"], values["pooling"]]):
         rows["batch_size"] = values["batch_size"]  # such code may see a batch as a whole
-    for key in ("root", "path"):
-        if not isinstance(root := values["data"].get(key), str) or not root:
-            continue
-        # The plain name belongs to the folder of that name right here; any other one is another.
-        full = Path(root).expanduser().resolve()
-        named = values["data"].get("name") or full.name or "root"
-        name = f"{values['model'].get('name') or model}-{named}"
+    own = values["data"]
+    key = next((key for key in ("path", "root") if isinstance(own.get(key), str)), None)
+    if key is not None and own[key]:
+        # The plain name belongs to the folder or file of that name right here; any other one is
+        # another.
+        full = Path(own[key]).expanduser().resolve()
+        name = f"{values['model'].get('name') or model}-{own.get('name') or full.name or 'root'}"
         rows["data"] = {**rows["data"], key: str(full)}
         usual["data"] = {**usual["data"], key: str(Path.cwd().resolve() / full.name)}
     if rows == usual:

@@ -21,6 +21,7 @@ from PIL import Image
 
 from embedx.columns import Column, from_arrow, shortened
 from embedx.data import (
+    FileReader,
     RowNumbers,
     Source,
     counted_through,
@@ -117,9 +118,16 @@ def huggingface(
     ids = _ids(table, first.schema, id)
     metadata, passed_over, cut = _metadata(table, features, item, {label_column, id})
     used = table.files
+    beside, stated = _beside(table.paths(item), found.top) if item.kind == "picture" else (None, [])
     fingerprint, of_files = file_hashes(
-        (f"{item.name} of {one.shown}", one.size_bytes, one.mtime_ns) for one in used
+        [
+            *((f"{item.name} of {one.shown}", one.size_bytes, one.mtime_ns) for one in used),
+            *stated,
+        ]
     )
+    item_hashes = _item_hashes(of_files[: len(used)], [one.n_rows for one in used], n)
+    if beside is not None:
+        item_hashes[list(beside.rows)] ^= beside.read.hashes
     what = "pictures" if item.kind == "picture" else "texts"
     note = (
         f"{found.shown}: {n:,} {what} of the column {item.name}, {len(label_names) or 'no'} classes"
@@ -136,9 +144,10 @@ def huggingface(
             str(found.top),
             tuple((one.shown, one.n_rows, one.size_bytes, one.mtime_ns) for one in used),
             item,
+            beside,
         ),
         fingerprint=fingerprint,
-        item_hashes=_item_hashes(of_files, [one.n_rows for one in used], n),
+        item_hashes=item_hashes,
         labels=labels,
         label_names=label_names,
         metadata=metadata,
@@ -342,6 +351,7 @@ def _open(path: Path, *, shown: str) -> "_ArrowFile | _ParquetFile":
         is_parquet = path.suffix.lower() == ".parquet"
         kind: type[_ArrowFile | _ParquetFile] = _ParquetFile if is_parquet else _ArrowFile
         opened = kind(str(path), shown, about.st_size, about.st_mtime_ns)
+        names = opened.schema.names
     if opened.n_rows > _ROWS_A_BYTE_MOST * about.st_size:
         raise DataError(
             f"{shown} declares {opened.n_rows:,} rows and has {about.st_size:,} bytes, which do "
@@ -352,7 +362,6 @@ def _open(path: Path, *, shown: str) -> "_ArrowFile | _ParquetFile":
             f"{shown} has {len(opened.schema):,} columns, more than {COLUMNS_MOST:,}; write those "
             "that are wanted into a file of their own"
         )
-    names = opened.schema.names
     if len(set(names)) < len(names):
         twice, count = Counter(names).most_common(1)[0]
         raise DataError(f"{shown} has {count} columns called {twice!r}; rename them")
@@ -393,6 +402,10 @@ class _ArrowFile:
             safe = _as_bytes(piece)
             safe.validate(full=True)
             yield safe
+
+    def may_lack(self, item: "_Item") -> bool:
+        del item
+        return True  # it costs nothing to look
 
     def prepare(self, item: "_Item") -> None:
         """Check the items, once a process: a damaged offset would read anywhere."""
@@ -450,11 +463,17 @@ class _ParquetFile:
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         file = pq.ParquetFile(self._path, memory_map=True, read_dictionary=[name] * is_text)
         start = 0
-        for batch in file.iter_batches(_WINDOW_ROWS_MOST, columns=[name], use_threads=False):
-            yield _as_bytes(batch.column(0).slice(0, n - start))
-            start += batch.num_rows
+        for group in range(len(self._starts) - 1):
             if start >= n:
                 return
+            for batch in file.iter_batches(
+                self._window_rows(group, name),
+                row_groups=[group],
+                columns=[name],
+                use_threads=False,
+            ):
+                yield _as_bytes(batch.column(0).slice(0, max(0, n - start)))
+                start += batch.num_rows
 
     def prepare(self, item: "_Item") -> None:
         del item  # pyarrow makes each window, and makes it whole
@@ -484,19 +503,36 @@ class _ParquetFile:
                 self._windows = [*self._windows[-1:], (start, window)]
                 return _bytes_of(window[row - start])
 
-    def _restart(self, group: int, item: "_Item") -> None:
+    def _window_rows(self, group: int, name: str) -> int:
+        """How many rows are decoded at a time, so that they take some megabytes."""
         about = self._file.metadata.row_group(group)
         held = sum(
             about.column(j).total_uncompressed_size
             for j in range(about.num_columns)
-            if about.column(j).path_in_schema.partition(".")[0] == item.name
+            if about.column(j).path_in_schema.partition(".")[0] == name
         )
         mean = max(1, held // max(1, about.num_rows))
-        rows = min(_WINDOW_ROWS_MOST, max(1, _WINDOW_BYTES // mean))
+        return int(min(_WINDOW_ROWS_MOST, max(1, _WINDOW_BYTES // mean)))
+
+    def _restart(self, group: int, item: "_Item") -> None:
         self._next, self._end = int(self._starts[group]), int(self._starts[group + 1])
         self._pieces = self._file.iter_batches(
-            rows, row_groups=[group], columns=[item.name], use_threads=False
+            self._window_rows(group, item.name),
+            row_groups=[group],
+            columns=[item.name],
+            use_threads=False,
         )
+
+    def may_lack(self, item: "_Item") -> bool:
+        """Whether some item may be without bytes; most writers count those that are."""
+        about = self._file.metadata
+        for group in map(about.row_group, range(about.num_row_groups)):
+            for chunk in map(group.column, range(group.num_columns)):
+                if chunk.path_in_schema == f"{item.name}.bytes":
+                    counted = chunk.statistics
+                    if counted is None or not counted.has_null_count or counted.null_count:
+                        return True
+        return False
 
 
 def _as_bytes(piece: Any) -> Any:
@@ -695,6 +731,30 @@ class _Rows:
         if left:
             raise DataError(f"the column {name} has {left:,} values too few; the file is damaged")
 
+    def paths(self, item: "_Item") -> dict[int, str]:
+        """The paths of pictures that are not in the files, by their rows."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        found: dict[int, str] = {}
+        start = 0
+        for file in self.files:
+            kind = file.schema.field(item.name).type
+            has_paths = pa.types.is_struct(kind) and kind.get_field_index("path") >= 0
+            if not has_paths or not _is_text(kind.field("path").type) or not file.may_lack(item):
+                start += file.n_rows
+                continue
+            with _said(f"{file.shown}, column {item.name}"):
+                row = start
+                for piece in file.column(item.name, min(self.n - start, file.n_rows)):
+                    lacking = pc.is_null(pc.struct_field(piece, "bytes"))
+                    for i in np.flatnonzero(lacking.to_numpy(zero_copy_only=False)).tolist():
+                        if path := pc.struct_field(piece, "path")[i].as_py():
+                            found[row + i] = path
+                    row += len(piece)
+            start += file.n_rows
+        return found
+
     def texts(self, name: str) -> list[str]:
         """The texts of a column, missing ones empty, long ones cut past what is ever kept."""
         texts: list[str] = []
@@ -853,11 +913,53 @@ def _item_hashes(of_files: Array, n_rows: Sequence[int], n: int) -> Array:
     return np.concatenate(parts)[:n]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Beside:
+    """Pictures that are files beside the data set: rows, and what reads the j-th of them."""
+
+    rows: Mapping[int, int]
+    read: FileReader
+
+
+def _beside(
+    paths: Mapping[int, str], top: Path
+) -> tuple[_Beside | None, list[tuple[str, int, int]]]:
+    """What reads pictures of which only paths are kept; none leads out of the folder."""
+    if not paths:
+        return None, []
+    real = os.path.realpath(top)
+    refused: dict[int, str] = {}
+    stated = []
+    for j, path in enumerate(paths.values()):
+        full = os.path.realpath(os.path.join(real, path.replace("\0", "?")))
+        relative = os.path.relpath(full, real).replace(os.sep, "/")
+        size_bytes = mtime_ns = -1
+        if relative.startswith("../"):
+            refused[j] = f"its path {path[:80]!r} leaves the folder of the data set"
+        else:
+            with contextlib.suppress(OSError):  # its own row fails
+                about = os.stat(full)
+                size_bytes, mtime_ns = about.st_size, about.st_mtime_ns
+                if not stat.S_ISREG(about.st_mode):
+                    refused[j] = f"its path {path[:80]!r} is no plain file"
+        stated.append((relative, size_bytes, mtime_ns))
+    _, hashes = file_hashes(stated)
+    names = tuple(name for name, _, _ in stated)
+    rows = {row: j for j, row in enumerate(paths)}
+    return _Beside(rows, FileReader(real, names, hashes, refused)), stated
+
+
 class _Reader:
     """Item i, from files that are opened when the first one of a process is read."""
 
-    def __init__(self, top: str, files: tuple[tuple[str, int, int, int], ...], item: _Item) -> None:
-        self._top, self._files, self._item = top, files, item
+    def __init__(
+        self,
+        top: str,
+        files: tuple[tuple[str, int, int, int], ...],
+        item: _Item,
+        beside: _Beside | None,
+    ) -> None:
+        self._top, self._files, self._item, self._beside = top, files, item, beside
         self._starts = np.cumsum([0, *(n_rows for _, n_rows, _, _ in files)])
         self._forget()
 
@@ -878,6 +980,8 @@ class _Reader:
         with self._lock:
             raw = self._file(number).cell(self._item, i - int(self._starts[number]))
         self._require_unchanged(number)
+        if raw is None and self._beside is not None and i in self._beside.rows:
+            return self._beside.read(self._beside.rows[i])
         if raw is None:
             raise DataError(f"it has no {self._item.kind} in the column {self._item.name}")
         return decode_bytes(raw) if self._item.kind == "picture" else raw.decode()

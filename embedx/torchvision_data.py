@@ -61,7 +61,7 @@ def torchvision(
     root: str | None = None,
     split: str | None = None,
     download: bool = False,
-    options: Mapping[str, str | int | bool | list[str]] | None = None,
+    options: dict[str, Any] | None = None,
     limit: int | None = None,
 ) -> Source:
     """A data set of torchvision from a folder on this machine, by the name of its class.
