@@ -348,8 +348,17 @@ def _labels(items: Any) -> list[int] | None:
 def _some(items: Any, rows: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """Some items with their rows; one that cannot be read fails its own row, later."""
     for row in sorted(rows):
+        item = None
         with contextlib.suppress(Exception):
-            yield row, items[row]
+            item = items[row]
+        if item is None:
+            continue
+        try:
+            yield row, item
+        finally:  # torchvision leaves the files of masks open
+            for part in item if isinstance(item, tuple) else ():
+                if isinstance(part, Image.Image):
+                    part.close()
 
 
 def _named(

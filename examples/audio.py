@@ -4,8 +4,8 @@ From this folder, over the WAV files below a folder, whose first level of folder
 
     python -m embedx extract --config-dir conf model=resnet18 data=audio data.root=sounds
 
-``conf/data/audio.yaml`` names the function. A network for photographs knows nothing of sounds, but a
-spectrogram has textures that tell many of them apart.
+``conf/data/audio.yaml`` names the function. A network for photographs knows nothing of sounds, but
+a spectrogram has textures that tell many of them apart.
 """
 
 import functools
@@ -26,7 +26,7 @@ SIDE_PX = 224
 
 
 def audio(
-    root: str, *, highest_hz: float = 8000.0, range_db: float = 80.0, limit: int | None = None
+    root: str, *, highest_hz: float = 8000.0, range_db: float = 60.0, limit: int | None = None
 ) -> Source:
     """The spectrogram of each WAV file below a folder, as a grey picture of 224x224 px.
 

@@ -1,14 +1,13 @@
 """Frames of videos as a data source of one's own.
 
-From this folder, over a GIF or a folder of them, every tenth frame::
+From this folder, over a GIF or a folder of them (``data.every=10`` for every tenth frame)::
 
-    python -m embedx extract --config-dir conf model=resnet18 data=video data.path=clips data.every=10
+    python -m embedx extract --config-dir conf model=resnet18 data=video data.path=clips
 
 ``conf/data/video.yaml`` names the function. Animated GIF, PNG and WebP are read by Pillow; MP4 and
 other videos by PyAV, where that is installed (``pip install av``).
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,10 @@ def video(path: str, *, every: int = 1, limit: int | None = None) -> Source:
         raise DataError(f"data.path {path} holds no video; give one of {' '.join(known)}")
     root = top if top.is_dir() else top.parent
     names = [one.relative_to(root).as_posix() for one in videos]
-    before = [(name, about.st_size, about.st_mtime_ns) for name, about in _stated(names, videos)]
+    stats = [one.stat() for one in videos]
+    before = [
+        (name, about.st_size, about.st_mtime_ns) for name, about in zip(names, stats, strict=True)
+    ]
     ids, labels, numbers, times, warned = [], [], [], [], []
     for label, (name, file) in enumerate(zip(names, videos, strict=True)):
         n_read = 0
@@ -77,10 +79,6 @@ def video(path: str, *, every: int = 1, limit: int | None = None) -> Source:
         notes=(f"{path}: {n:,} frames of {len(names)} videos, one of {every}",),
         warnings=tuple(warned),
     )
-
-
-def _stated(names: list[str], videos: list[Path]) -> list[tuple[str, os.stat_result]]:
-    return [(name, file.stat()) for name, file in zip(names, videos, strict=True)]
 
 
 def frames(file: Path) -> Iterator[tuple[float, Image.Image]]:
