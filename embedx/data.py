@@ -308,7 +308,7 @@ def digits(*, limit: int | None = None) -> Source:
     return Source(
         name="digits",
         ids=[f"digit-{i:04d}" for i in range(n)],
-        read=_PixelReader(pixels),
+        read=PixelReader(pixels),
         fingerprint=hashlib.sha256(pixels.tobytes()).hexdigest(),
         labels=loaded.target[:n].astype(np.int32),
         label_names=[str(name) for name in loaded.target_names],
@@ -317,7 +317,9 @@ def digits(*, limit: int | None = None) -> Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PixelReader:
+class PixelReader:
+    """Picture i of pixels in memory, shape ``(n, h, w)`` or ``(n, h, w, 3)``, uint8."""
+
     pixels: Array
 
     def __call__(self, i: int) -> Image.Image:

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from PIL import Image
 from embedx.checks import unknown_key
 from embedx.data import (
     FileReader,
+    PixelReader,
     Source,
     counted_through,
     decode_image,
@@ -266,24 +267,26 @@ def _source(items: Any, *, name: str, root: str, split: str | None, limit: int |
     labels = None if passed_over else _labels(items)
     is_told = labels is not None or bool(passed_over)
     paths = _paths(items, root) if is_told else None
+    pixels = _pixels(items)
     notes = []
+    width = max(5, len(str(n_all - 1)))
+    numbered = [f"{part or name.lower()}-{i:0{width}d}" for i in range(n)] if paths is None else []
     if paths is not None:
         source = _of_files(paths[:n], root)
+    elif is_told and pixels is not None and _are_read(items, PixelReader(pixels)):
+        source = Source(name, numbered, PixelReader(pixels[:n]), fingerprint="")
     else:
-        width = max(5, len(str(n_all - 1)))
         source = in_memory(
-            _First(items, n, classes),
-            labels=[""] * n if is_told else None,
-            ids=[f"{part or name.lower()}-{i:0{width}d}" for i in range(n)],
+            _First(items, n, classes), labels=[""] * n if is_told else None, ids=numbered
         )
         source = dataclasses.replace(
             source, warnings=tuple(word.replace("_first", name) for word in source.warnings)
         )
-        if (pixels := _pixels(getattr(items, "data", None), n_all)) is not None:
-            fingerprint, hashes = hashed_rows(pixels[:n], "uint8")
-            source = dataclasses.replace(source, fingerprint=fingerprint, item_hashes=hashes)
-        else:
+        if pixels is None:
             notes.append(f"whether items of {name} changed is seen on {min(n, 16)} of them")
+    if paths is None and pixels is not None:
+        fingerprint, hashes = hashed_rows(pixels[:n], "uint8")
+        source = dataclasses.replace(source, fingerprint=fingerprint, item_hashes=hashes)
     if labels is not None:
         indices, names = _named(labels[:n], classes)
         source = dataclasses.replace(source, labels=indices, label_names=names)
@@ -410,20 +413,20 @@ def _paths(items: Any, root: str) -> list[str] | None:
         relative = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
         if len(set(relative)) < len(relative) or any(one.startswith("../") for one in relative):
             continue
-        if _are_read(items, root, relative):
+        if _are_read(items, lambda i, names=relative: decode_image(Path(root, names[i]))):
             return relative
     return None
 
 
-def _are_read(items: Any, root: str, paths: Sequence[str]) -> bool:
-    """Whether some items are the pictures in those files."""
-    n = len(paths)
+def _are_read(items: Any, ours: Callable[[int], Image.Image]) -> bool:
+    """Whether some items are the pictures that we would read in their place."""
+    n = len(items)
     for row, (theirs, *_) in _some(items, {0, n // 2, n - 1}):
         try:
-            ours = np.asarray(decode_image(Path(root, paths[row])))
-        except (DataError, OSError):
+            mine = np.asarray(ours(row).convert("RGB"))
+        except Exception:  # pixels in another order, or a file that torchvision alone can read
             return False
-        if not np.array_equal(ours, np.asarray(theirs.convert("RGB"))):
+        if not np.array_equal(mine, np.asarray(theirs.convert("RGB"))):
             return False
     return True
 
@@ -447,8 +450,9 @@ def _of_files(paths: Sequence[str], root: str) -> Source:
     )
 
 
-def _pixels(data: Any, n: int) -> Array | None:
+def _pixels(items: Any) -> Array | None:
     """The pixels of all items where the class holds them in memory."""
-    array = data.numpy() if hasattr(data, "numpy") else data
-    is_whole = isinstance(array, np.ndarray) and array.dtype == np.uint8 and len(array) == n
-    return array if is_whole else None
+    data: Any = getattr(items, "data", None)
+    array: Any = data.numpy() if hasattr(data, "numpy") else data
+    is_whole = isinstance(array, np.ndarray) and array.dtype == np.uint8
+    return array if is_whole and array.ndim >= 3 and len(array) == len(items) else None
