@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -413,9 +414,13 @@ def _paths(items: Any, root: str) -> list[str] | None:
         relative = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
         if len(set(relative)) < len(relative) or any(one.startswith("../") for one in relative):
             continue
-        if _are_read(items, lambda i, names=relative: decode_image(Path(root, names[i]))):
+        if _are_read(items, functools.partial(_decoded_below, root, relative)):
             return relative
     return None
+
+
+def _decoded_below(root: str, paths: Sequence[str], i: int) -> Image.Image:
+    return decode_image(Path(root, paths[i]))
 
 
 def _are_read(items: Any, ours: Callable[[int], Image.Image]) -> bool:
