@@ -59,8 +59,8 @@ class Source:
         notes: What was found and what was passed over, for the user.
         warnings: What the user should be told aloud.
         root: The folder that holds the items; None where there is none.
-        reads_files: Whether ``read`` is ours and opens a file of its own for each item, so that
-            threads may share it.
+        reads_files: Whether ``read`` is ours and opens a file each time, so that threads may
+            share it.
 
     Raises:
         DataError: An id that is no text, a label that is no index into its names, or a column that
@@ -133,15 +133,15 @@ def _is_utf8(text: str) -> bool:
 
 
 def _check_column(what: str, column: Any, *, n: int) -> None:
-    # In an array each of many texts would take the room of the longest.
-    if isinstance(column, list) and column and all(isinstance(value, str) for value in column):
-        values = np.empty(len(column), object)
-        values[:] = ""
-    else:
-        try:
-            values = np.asarray(column)
-        except ValueError:  # lists of several lengths
-            values = np.empty((0, 0))
+    if isinstance(column, list) and all(isinstance(value, str) for value in column):
+        # Not as an array: there each would take the room of the longest.
+        if len(column) != n:
+            raise DataError(f"{what} has {len(column)} texts; give one a sample: {n}")
+        return
+    try:
+        values = np.asarray(column)
+    except ValueError:  # lists of several lengths
+        values = np.empty((0, 0))
     if values.shape != (n,):
         raise DataError(f"{what} has shape {values.shape}; give one number or text a sample: {n}")
     is_texts = values.dtype.kind in "UO" and all(isinstance(value, str) for value in column)
