@@ -41,7 +41,7 @@ MISTAKES = {
     "info": (1, r"DataError: there are no embeddings below outputs/ yet; .*"),
     "extract model=mobilenet_v3_small data.root=x": (
         1,
-        r"ConfigError: there is no key 'data.root'; .*; data.root belongs to data=folder",
+        r"ConfigError: there is no key 'data.root'; .*; data.root belongs to data=.*folder.*",
     ),
     "extract model=own model._target_=torch.nn.Identity model.depth=3": (
         1,
