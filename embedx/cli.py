@@ -858,7 +858,7 @@ def _run_name(values: Mapping[str, Any]) -> str:
         # The plain name belongs to the folder or file of that name right here; any other one is
         # another.
         full = Path(own[key]).expanduser().resolve()
-        name = f"{values['model'].get('name') or model}-{full.name or 'root'}"
+        name = f"{values['model'].get('name') or model}-{own.get('name') or full.name or 'root'}"
         rows["data"] = {**rows["data"], key: str(full)}
         usual["data"] = {**usual["data"], key: str(Path.cwd().resolve() / full.name)}
     if rows == usual:

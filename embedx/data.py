@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import math
 import os
@@ -220,11 +221,23 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
         OSError: Missing or truncated.
     """
     with open(path, "rb") as file:
-        return decoded(file)
+        return _decoded(file)
 
 
-def decoded(file: IO[bytes]) -> Image.Image:
-    """The same of an open file."""
+def decode_bytes(data: bytes) -> Image.Image:
+    """Read a picture from memory, as :func:`decode_image` does from a file.
+
+    Args:
+        data: What such a file holds.
+
+    Raises:
+        DataError: As there.
+        OSError: Truncated.
+    """
+    return _decoded(io.BytesIO(data))
+
+
+def _decoded(file: IO[bytes]) -> Image.Image:
     with warnings.catch_warnings(), whole_pictures():
         warnings.simplefilter("ignore")  # our own cap stands before Pillow's warning
         try:
@@ -322,7 +335,7 @@ def digits(*, limit: int | None = None) -> Source:
     return Source(
         name="digits",
         ids=[f"digit-{i:04d}" for i in range(n)],
-        read=_PixelReader(pixels),
+        read=PixelReader(pixels),
         fingerprint=hashlib.sha256(pixels.tobytes()).hexdigest(),
         labels=loaded.target[:n].astype(np.int32),
         label_names=[str(name) for name in loaded.target_names],
@@ -331,7 +344,9 @@ def digits(*, limit: int | None = None) -> Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PixelReader:
+class PixelReader:
+    """Picture i of pixels in memory, shape ``(n, h, w)`` or ``(n, h, w, 3)``, uint8."""
+
     pixels: Array
 
     def __call__(self, i: int) -> Image.Image:
@@ -477,7 +492,7 @@ class FileReader:
             raise DataError(self.refused[i])
         with open(os.path.join(self.root, *self.paths[i].split("/")), "rb") as file:
             try:
-                return decoded(file)
+                return _decoded(file)
             finally:
                 about = os.fstat(file.fileno())  # the file that was read, though its name be taken
                 if (

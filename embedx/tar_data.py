@@ -466,4 +466,4 @@ class _Reader:
             about = os.fstat(file.fileno())
         if (about.st_size, about.st_mtime_ns) != self.about:
             raise DataError("its shard was changed after the run had listed it")
-        return sources.decoded(io.BytesIO(data)) if self.is_picture else data.decode("utf-8-sig")
+        return sources.decode_bytes(data) if self.is_picture else data.decode("utf-8-sig")
