@@ -220,8 +220,10 @@ def _column(name: str, values: Array | list[str | None], *, as_classes: bool) ->
     values = spelled(values)
     texts = ["" if cell is None else str(cell) for cell in cells_of(values)]
     about = {"name": name, "is_number": isinstance(values, np.ndarray)}
-    if about["is_number"] and is_scale(np.asarray(values)):
-        return {**about, "kind": "number", "values": texts}
+    if isinstance(values, np.ndarray) and is_scale(values):
+        finite = values[np.isfinite(values)]
+        ends = [str(finite.min()), str(finite.max())]  # exact, as no number of the page may be
+        return {**about, "kind": "number", "values": texts, "ends": ends}
     names = sorted(set(texts) - {""}, key=natural)
     if about["is_number"]:
         names.sort(key=float)

@@ -286,6 +286,8 @@ def test_numbers_are_shown_in_the_digits_that_the_table_has(tmp_path: Path) -> N
     assert set(texts_of(columns["zero"])) == {"0.0", "-0.0"}
     assert columns["edge"]["values"] == ["1.5", "inf"]
     assert columns["far"]["kind"] == "number"
+    ends = [texts_of(columns["pixel"])[0], texts_of(columns["pixel"])[-1]]
+    assert columns["pixel"]["ends"] == ends == ["9007199254740993", "9007199254741052"]
     assert "-inf" in texts_of(columns["far"])
 
 

@@ -44,7 +44,7 @@
     map.scores = new Map(map.scores);
     if (map.kept) {
       const numbers = Array.from(floats(map.kept), (v) => (Number.isFinite(v) ? v : null));
-      map.column = { key: 'kept', name: 'near rows kept', kind: 'number', numbers, range: [0, 1],
+      map.column = { key: 'kept', name: 'near rows kept', kind: 'number', numbers, ends: ['0', '1'],
         values: numbers.map((v) => (v === null ? '' : shortNumber(v))) };
     }
   }
@@ -152,13 +152,7 @@
     version += 1;
     plot?.paint(shades);
   }
-  function range(column) {
-    if (!column.range) {
-      const finite = column.numbers.filter((v) => v !== null);
-      column.range = finite.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
-    }
-    return column.range;
-  }
+  const range = (column) => column.ends.map(Number);
 
   // ------------------------------------------------------------------ the map
 
@@ -474,9 +468,8 @@
       const context = canvas.getContext('2d');
       ramp.forEach((shade, i) => { context.fillStyle = `rgb(${shade})`; context.fillRect(i, 0, 1, 1); });
       const ends = make('p', null, { class: 'row' });
-      const [low, high] = range(column);
-      const apart = shortNumber(low) !== shortNumber(high);
-      ends.append(...[low, high].map((value) => make('span', !Number.isFinite(value) ? '' : apart ? shortNumber(value) : String(value), { class: 'count' })));
+      const brief = range(column).map(shortNumber);
+      ends.append(...(brief[0] === brief[1] ? column.ends : brief).map((text) => make('span', text, { class: 'count' })));
       legend.append(canvas, ends);
     } else if (column) {
       const { counts, shade, order } = classes(column);
@@ -601,7 +594,8 @@
     const table = at('table');
     table.hidden = count === 0;
     const head = make('tr');
-    head.append(...(data.thumbnails ? [make('th', 'picture', { scope: 'col' })] : []), ...['id', ...data.columns.map((c) => c.name)].map((name) => make('th', name, { scope: 'col' })));
+    head.append(...(data.thumbnails ? [make('th', 'picture', { scope: 'col' })] : []), make('th', 'id', { scope: 'col' }),
+      ...data.columns.map((c) => make('th', c.name, { scope: 'col', class: c.is_number ? 'number' : '' })));
     table.tHead.replaceChildren(head);
     const rowsShown = [...state.selected].slice(0, ROWS_SHOWN).map((i) => {
       const row = make('tr');
