@@ -92,6 +92,7 @@ def odd_columns(n: int) -> dict[str, Any]:
         "zero": np.where(np.arange(n) % 2, -0.0, 0.0),
         "far": np.where(np.arange(n) % 4, np.arange(n) * 1.0, -np.inf),
         "edge": np.array([1.5, np.inf, np.nan])[np.arange(n) % 3],
+        "flag": np.arange(n) % 2 == 0,
         "=1+1": ["-2+3"] * n,
     }
 
@@ -255,7 +256,7 @@ def test_columns_called_as_what_the_page_has_get_another_name_and_replace_nothin
     assert data["label"] == 0
     assert texts_of(columns[0]) == [f"class {i % 3}" for i in range(n)]
     names = [column["name"] for column in columns]
-    assert len({name.casefold() for name in names}) == len(names) == 13
+    assert len({name.casefold() for name in names}) == len(names) == 14
     for name in ("label", "id", "embedx_row"):
         assert f"the column {name!r} is called '{name}_': another one has that name" in caplog.text
     by_name = dict(zip(names, columns, strict=True))
@@ -282,6 +283,8 @@ def test_numbers_are_shown_in_the_digits_that_the_table_has(tmp_path: Path) -> N
     for name in numbers:
         assert texts_of(columns[name]) == [row[name] for row in table]
     assert texts_of(columns["pixel"])[:2] == ["9007199254740993", "9007199254740994"]
+    assert texts_of(columns["flag"]) == [row["flag"] for row in table]
+    assert set(texts_of(columns["flag"])) == {"true", "false"}
     assert texts_of(columns["third"])[1] == "0.03448276"
     assert set(texts_of(columns["zero"])) == {"0.0", "-0.0"}
     assert columns["edge"]["values"] == ["1.5", "inf"]
