@@ -229,7 +229,7 @@ def colors_of(
     """
     if values is None:
         return Colors(name)
-    if _is_scale(values):
+    if is_scale(values):
         return Colors(name, numbers=np.asarray(values, dtype=np.float64))
     return Colors(name, groups=_groups(values, ok))
 
@@ -259,7 +259,8 @@ def column_of(
     return column
 
 
-def _is_scale(values: Sequence[Any] | store.Array) -> bool:
+def is_scale(values: Sequence[Any] | store.Array) -> bool:
+    """Whether a column is coloured as numbers on a scale: it has more than ten."""
     array = np.asarray(values)
     return array.dtype.kind in "fiu" and len(np.unique(array[np.isfinite(array)])) > len(PALETTE)
 

@@ -211,8 +211,18 @@ def is_shaded(points: Points, coords: Array) -> bool:
 # --------------------------------------------------------------------------- places
 
 
-def _flat(coords: Array) -> Array:
-    """Places on paper of a map of any number of dimensions."""
+def flat(coords: Array) -> Array:
+    """Places on paper of a map of any number of dimensions.
+
+    Of one, points have heights drawn at random (seed 0), which say nothing; three are seen from one
+    side; of more the first two are shown.
+
+    Args:
+        coords: Shape ``(n, m)``, NaN for rows that are not shown.
+
+    Returns:
+        Shape ``(n, 2)``, in the unit of ``coords``.
+    """
     m = coords.shape[1]
     if m == 1:  # all on one line would hide each other
         finite = coords[np.isfinite(coords[:, 0])]
@@ -242,7 +252,7 @@ def _window(panel: Panel, *, solid: bool) -> Array:
 
 def _seen(coords: Array, *, solid: bool) -> Array:
     coords = coords.astype(np.float64)
-    return coords if solid else _flat(coords)
+    return coords if solid else flat(coords)
 
 
 def _laid(

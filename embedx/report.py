@@ -26,13 +26,26 @@ from embedx.figures import (
     OTHER,
     PALETTE,
     PALETTE_BESIDE_OTHER,
+    THEMES,
     color_scale,
     column_of,
+    is_scale,
     natural,
     title_of,
 )
 from embedx.neighbors import metric_of
-from embedx.shown import graph_of_shown, most_trusted, rows_to_show, sheet_of
+from embedx.panels import flat
+from embedx.shown import (
+    Names,
+    about_rows,
+    cells_of,
+    graph_of_shown,
+    heads,
+    most_trusted,
+    neighborhoods_of,
+    rows_to_show,
+    sheet_of,
+)
 from embedx.store import Array, Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -47,15 +60,24 @@ PICTURE_QUALITY = 80
 RAMP_STEPS = 64
 CLASSES_MOST = 1000  # a column of more texts is for reading and searching, not for colours
 FAILED_MOST = 1000
+_ROOT = r"(?:file://|(?<![\w/.~-])/(?=[^\s/])|(?<![\w/])~[\w.-]*/|(?<!\w)[A-Za-z]:[\\/]|\\\\(?=\w))"
+# To the closing quote, or over words with a slash in them to the first without.
+_ABSOLUTE = re.compile(
+    rf"""(?P<quote>['"`]){_ROOT}(?:(?!(?P=quote)).)*"""
+    rf"""|{_ROOT}(?:[^\s'"`]|[ ](?![/~]|\\\\|[A-Za-z]:[\\/])(?=[^\s'"`]*[\\/]))*"""
+)
 
 
-def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, path: Path) -> Path:
+def write_report(
+    opened: Embeddings, maps: Sequence[Projection], *, color: str | None, path: Path
+) -> Path:
     """Write the report of a run as one HTML file.
 
     Args:
         opened: The run.
         maps: Its projections, at least one; that of the largest trustworthiness is shown first.
-        color: Column that the points are coloured by at first, or ``none``.
+        color: Column that the points are coloured by at first, or ``none``; None for each point's
+            own score in the map.
         path: The file to write.
 
     Returns:
@@ -67,7 +89,7 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
         DependencyError: matplotlib is not installed.
         StoreError: There is no space.
     """
-    if color != "neighborhood" or color in opened.metadata:
+    if color is not None:
         column_of(opened, color)  # refuses what is not there
     rows, reasons = rows_to_show(opened, maps, most=ROWS_MOST, where="the report")
     sheets, pictures = _sheets(opened, rows)
@@ -78,12 +100,21 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
     if str(opened.attrs.get("weights", "")).startswith("random"):
         about = f"RANDOM weights: the embeddings mean nothing by themselves. {about}"
     graphs, graph_of = _graphs(opened, maps, rows)
+    label = None if opened.labels is None else 0
+    first = None if color is None else _place_of(opened, color)
+    about_each = about_rows(opened, rows, Names(heads(opened)))
+    columns = [
+        _column(name, values, as_classes=number in (first, label))
+        for number, (name, values) in enumerate(list(about_each.items())[2:])  # after row and id
+    ]
     failed_ids = {int(i): opened.ids[i] for i in np.flatnonzero(~opened.ok)}
     failed = store.read_reasons(opened.path, ids=failed_ids)
     data = {
-        "ids": [opened.ids[i] for i in rows],
-        "columns": _columns(opened, rows),
-        "color": "" if color == "none" else color,
+        "rows": _numbers(rows, "<i4"),
+        "ids": about_each["id"],
+        "columns": columns,
+        "label": label,
+        "color": "kept" if color is None else "" if first is None else str(first),
         "maps": [_map(one, rows, graph=graph_of[one.name], maps=maps) for one in maps],
         "graphs": graphs,
         "first": most_trusted(maps),
@@ -91,20 +122,23 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
         "thumbnails": pictures,
         "settings": _settings(opened, maps),
         "n_failed": n_failed,
-        "failed": [[r["id"], short(r["reason"], most=300)] for r in failed[:FAILED_MOST]],
+        "failed": [
+            [one["id"], short(without_folders(one["reason"]), most=300)]
+            for one in failed[:FAILED_MOST]
+        ],
         "left_out": reasons
         + ([f"The first {FAILED_MOST:,} are listed."] if len(failed) > FAILED_MOST else []),
         "palette": PALETTE,
         "greys": [i for i, shade in enumerate(PALETTE) if shade not in PALETTE_BESIDE_OTHER],
         "other": OTHER,
-        "ramp": _ramp(),
+        "ramps": [_ramp(THEMES[theme].darkest) for theme in ("light", "dark")],
     }
     script = "".join((PAGE / name).read_text("utf-8") for name in ("plot.js", "report.js"))
     style = (PAGE / "report.css").read_text("utf-8")
+    generator = f"embedx {opened.attrs.get('embedx', '')}".strip()
+    told = {"title": title, "about": about, "generator": short(generator)}
     filled = {
-        "title": html.escape(title),
-        "about": html.escape(about),
-        "generator": f"embedx {opened.attrs.get('embedx', '')}".strip(),
+        **{name: html.escape(text) for name, text in told.items()},
         "style": style,
         "sheets": "\n".join(
             f'<script type="text/plain" id="sheet-{number}">{_base64(sheet)}</script>'
@@ -126,7 +160,7 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
     store.require_ours(path, store.REPORT_MARK)
     template = (PAGE / "report.html").read_text("utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
-    return store.replace_file(path, page.encode())
+    return store.replace_file(path, page.encode("utf-8", "backslashreplace"))
 
 
 # --------------------------------------------------------------------------- the page
@@ -149,53 +183,63 @@ def _numbers(values: Array, dtype: str) -> str:
     return _base64(np.ascontiguousarray(values, dtype).tobytes())
 
 
-def _ramp() -> list[str]:
+def _ramp(darkest: float) -> list[str]:
     steps = np.linspace(0, 1, RAMP_STEPS)
-    shades = color_scale(steps, missing=OTHER).to_rgba(steps, bytes=True)
+    shades = color_scale(steps, missing=OTHER, darkest=darkest).to_rgba(steps, bytes=True)
     return ["#" + bytes(shade[:3]).hex() for shade in shades.tolist()]
 
 
 # --------------------------------------------------------------------------- its data
 
 
-def _columns(opened: Embeddings, rows: Array) -> list[dict[str, Any]]:
-    """Label, saved outputs and metadata: as classes, as numbers, or as texts to read."""
-    columns: dict[str, Sequence[Any] | Array] = {**opened.output_columns, **opened.metadata}
-    texts = opened.label_texts()
-    if texts is not None:
-        columns = {"label": texts, **columns}
-    return [
-        _column(name, values[rows] if isinstance(values, np.ndarray) else [values[i] for i in rows])
-        for name, values in columns.items()
-    ]
+def without_folders(text: str) -> str:
+    """``text`` with what looks like an absolute path cut to ``.../`` and its last part.
+
+    Args:
+        text: A line of prose. Where a path is not in quotes and has blanks in its last folders,
+            those behind the first such blank may stay.
+    """
+
+    def cut(found: re.Match[str]) -> str:
+        last = re.split(r"[\\/]", found[0].rstrip("\\/"))[-1]
+        return f"{found['quote'] or ''}.../{last}"
+
+    return _ABSOLUTE.sub(cut, text)
 
 
-def _column(name: str, values: Sequence[Any] | Array) -> dict[str, Any]:
+def _place_of(opened: Embeddings, color: str) -> int | None:
+    """Which of the columns of the page a name means, as in :func:`column_of`; None for none."""
+    labels = [] if opened.labels is None else ["label"]
+    if color == "none" or (color == "label" and not labels):
+        return None
+    return [*labels, *opened.metadata, *opened.output_columns].index(color)
+
+
+def _column(name: str, values: Array | list[str | None], *, as_classes: bool) -> dict[str, Any]:
+    """As classes, as numbers on a scale, or as texts to read and search; each cell as text."""
     values = spelled(values)
-    array = np.asarray(values)
-    if array.dtype.kind in "fiu":
-        finite = np.isfinite(array)
-        if len(np.unique(array[finite])) > len(PALETTE):
-            numbers = [v if ok else None for v, ok in zip(array.tolist(), finite, strict=True)]
-            return {"name": name, "kind": "number", "values": numbers}
-        texts = [str(v) if ok else "" for v, ok in zip(array.tolist(), finite, strict=True)]
-        names = [str(v) for v in np.unique(array[finite]).tolist()]
-    else:
-        texts = [str(value) for value in values]
-        names = sorted(set(texts) - {""}, key=natural)
-        if name != "label" and len(names) > min(CLASSES_MOST, max(len(PALETTE), len(texts) // 2)):
-            return {"name": name, "kind": "text", "values": texts}
+    texts = ["" if cell is None else str(cell) for cell in cells_of(values)]
+    about = {"name": name, "is_number": isinstance(values, np.ndarray)}
+    if isinstance(values, np.ndarray) and is_scale(values):
+        finite = values[np.isfinite(values)]
+        ends = [str(finite.min()), str(finite.max())]  # exact, as no number of the page may be
+        return {**about, "kind": "number", "values": texts, "ends": ends}
+    names = sorted(set(texts) - {""}, key=natural)
+    if about["is_number"]:
+        names.sort(key=float)
+    elif not as_classes and len(names) > min(CLASSES_MOST, max(len(PALETTE), len(texts) // 2)):
+        return {**about, "kind": "text", "values": texts}
     code = {text: number for number, text in enumerate(names)} | {"": -1}
     codes = np.array([code[text] for text in texts], np.int32)
-    return {"name": name, "kind": "class", "values": names, "codes": _numbers(codes, "<i4")}
+    return {**about, "kind": "class", "values": names, "codes": _numbers(codes, "<i4")}
 
 
 def _map(
     projection: Projection, rows: Array, *, graph: int | None, maps: Sequence[Projection]
 ) -> dict[str, Any]:
-    coords = projection.coords[rows][:, :3]
-    if coords.shape[1] == 1:
-        coords = np.hstack([coords, np.zeros_like(coords)])
+    m = projection.coords.shape[1]
+    coords = (projection.coords if m == 3 else flat(projection.coords))[rows]
+    notes = {1: "one dimension: heights say nothing", 2: "", 3: "three dimensions: drag turns them"}
     method, layer = str(projection.attrs["method"]), str(projection.attrs["layer"])
     title = title_of(method)
     if len({str(other.attrs["layer"]) for other in maps}) > 1:
@@ -203,11 +247,12 @@ def _map(
     alike = [o for o in maps if (o.attrs["method"], str(o.attrs["layer"])) == (method, layer)]
     if len(alike) > 1:
         title += f" ({projection.name})"
-    kept = projection.row_scores.get("neighborhood")
+    kept = neighborhoods_of(projection)
     return {
         "name": projection.name,
         "title": short(title, most=80),
         "dims": coords.shape[1],
+        "note": notes.get(m, f"the first two of {m} dimensions"),
         "coords": _numbers(coords, "<f4"),
         "kept": None if kept is None else _numbers(kept[rows], "<f4"),
         "graph": graph,
@@ -271,7 +316,7 @@ def _settings(opened: Embeddings, maps: Sequence[Projection]) -> list[list[str]]
     hidden = {"file", "identity", "format", "row_fields", "projections", "config"}
     made = [
         ["embeddings", key, short(str(value), most=200)]
-        for key, value in store.describe(opened.path).items()
+        for key, value in store.describe(opened).items()
         if key not in hidden and not key.startswith("metadata/")
     ]
     for one in maps:

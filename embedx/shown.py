@@ -1,11 +1,12 @@
-"""What of a file other tools and pages are shown: which rows, and their pictures on sheets."""
+"""What of a file other tools and pages are shown: which rows, their columns, their pictures."""
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embedx import store
 from embedx.errors import DataError
 from embedx.matrix import Matrix, stratified
 from embedx.neighbors import Graph, Metric, layer_graph, nearest_neighbors
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 log = logging.getLogger("embedx")
+
+ROW = store.EXPORT_ROW
+NEIGHBORHOOD = "neighborhood"  # the score of each row in a map
+Columns = dict[str, Array | list[str | None]]
 
 
 def rows_to_show(
@@ -93,6 +98,85 @@ def _finite(array: Array) -> Array:
             values = np.asarray(array[part], dtype=np.float32)
         finite[part] = np.isfinite(values).all(axis=1)
     return finite
+
+
+# --------------------------------------------------------------------------- columns
+
+
+def heads(embeddings: Embeddings) -> list[str]:
+    """The names of the columns that come first and keep their names."""
+    return [ROW, "id"] if embeddings.labels is None else [ROW, "id", "label"]
+
+
+class Names:
+    """The names of columns, each once; databases do not tell upper from lower case in them.
+
+    Args:
+        taken: Names that no other column can have.
+    """
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._folded = {name.casefold() for name in taken}
+
+    def free(self, name: str) -> str:
+        """``name``, with ``_`` behind it where it is taken, which is said; it then is taken."""
+        given = name
+        while given.casefold() in self._folded:
+            given += "_"
+        if given != name:
+            log.info("the column %r is called %r: another one has that name", name, given)
+        self._folded.add(given.casefold())
+        return given
+
+
+def about_rows(embeddings: Embeddings, rows: Array, names: Names) -> Columns:
+    """Row, id, label, metadata and saved outputs of one number, in this order.
+
+    Args:
+        embeddings: The opened file.
+        rows: Numbers of the r rows.
+        names: What columns may be called no more: those of :func:`heads` at least.
+
+    Returns:
+        Columns of r numbers or texts, the first under the names of :func:`heads`.
+    """
+    columns: Columns = {ROW: rows, "id": [embeddings.ids[i] for i in rows]}
+    texts = embeddings.label_texts()
+    if texts is not None:
+        columns["label"] = [texts[i] or None for i in rows]
+    for name, values in [*embeddings.metadata.items(), *embeddings.output_columns.items()]:
+        columns[names.free(name)] = taken(values, rows)
+    return columns
+
+
+def taken(values: Array | list[str], rows: Array) -> Any:
+    """Some rows of a column."""
+    return [values[i] for i in rows] if isinstance(values, list) else values[rows]
+
+
+def neighborhoods_of(projection: Projection) -> Array | None:
+    """The share of each row's nearest rows that are near it in the map.
+
+    Returns:
+        Shape ``(n,)`` float64 from 0 to 1, NaN where a row has none; None where no row has one.
+    """
+    scores = projection.row_scores.get(NEIGHBORHOOD)
+    if scores is None:
+        return None
+    is_score = (scores >= 0) & (scores <= 1)
+    return np.where(is_score, scores.astype(np.float64), np.nan) if is_score.any() else None
+
+
+def cells_of(values: Array | list[str | None]) -> list[Any]:
+    """Numbers as NumPy writes them, in the fewest digits that are the same number; none for NaN."""
+    if isinstance(values, list):
+        return list(values)
+    if values.dtype.kind != "f":
+        return list(values.tolist())
+    return [None if is_nan else v for v, is_nan in zip(values, np.isnan(values), strict=True)]
+
+
+# --------------------------------------------------------------------------- neighbours, pictures
 
 
 def graph_of_shown(

@@ -1992,6 +1992,7 @@ class Embeddings:
         path: The file.
         attrs: Its root attributes: ``id``, ``model``, ``weights_sha256``, ``config``, ...
         complete: Whether every row was written; False for a ``.partial`` file.
+        size_bytes: Of the file when it was opened.
         n_rows: Committed rows n; equals the number of samples once complete.
         ids: n unique texts, row by row.
         status: Shape ``(n,)`` uint8 of :class:`Status`.
@@ -2018,6 +2019,7 @@ class Embeddings:
             if newest is None:
                 raise StoreError(f"{path} holds no valid commit record; make it anew")
             self.complete = newest.state == _COMPLETE
+            self.size_bytes = skeleton.size_bytes
             self.n_rows = newest.rows_done
             if not self.complete and path.suffix != ".partial":
                 raise StoreError(
@@ -2403,27 +2405,31 @@ def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) 
     return opened
 
 
-def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
+def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False) -> dict[str, Any]:
     """What a file of embedx holds, as plain values in the order to show them.
 
     Args:
-        path: An embeddings or projection file, a ``.partial`` file, or a run's folder.
+        path: An embeddings or projection file, a ``.partial`` file, a run's folder, or an opened
+            file, of which nothing is read again.
         verify: Check every row against its checksum.
 
     Raises:
         StoreError: It is not a file of embedx, or with ``verify`` rows do not match.
     """
-    path = Path(path)
-    if path.is_dir() or not path.exists():
-        path = find_embeddings(path)
+    if isinstance(path, Embeddings):
+        opened, path = path, path.path
+    else:
+        path = Path(path)
+        if path.is_dir() or not path.exists():
+            path = find_embeddings(path)
+        with _reading(path), _Skeleton(path) as skeleton:
+            kind = _plain(skeleton._file.attrs.get("format"))
+        if kind == PROJECTION_FORMAT:
+            projection = open_projection(path)
+            shape = list(projection.coords.shape)
+            return {"file": str(path), **projection.attrs, "coords": shape} | {"file": str(path)}
+        opened = Embeddings(path)
     about: dict[str, Any]
-    with _reading(path), _Skeleton(path) as skeleton:
-        kind = _plain(skeleton._file.attrs.get("format"))
-    if kind == PROJECTION_FORMAT:
-        projection = open_projection(path)
-        shape = list(projection.coords.shape)
-        return {"file": str(path), **projection.attrs, "coords": shape} | {"file": str(path)}
-    opened = Embeddings(path)
     failed = int((opened.status == Status.FAILED).sum())
     about = {
         "file": str(path),
@@ -2431,7 +2437,7 @@ def describe(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str,
         "rows": opened.n_rows,
         "rows_expected": int(opened.attrs["n_rows"]),
         "failed_rows": failed,
-        "size_mb": round(path.stat().st_size / 1e6, 1),
+        "size_mb": round(opened.size_bytes / 1e6, 1),
     }
     for point, rows in opened.embeddings.items():
         about[f"embeddings/{point}"] = f"{list(rows.shape)} {rows.dtype}"

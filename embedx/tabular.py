@@ -13,7 +13,7 @@ import logging
 import os
 import shlex
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -23,16 +23,25 @@ from embedx import store
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.matrix import Array
 from embedx.neighbors import Graph, metric_of
-from embedx.shown import graph_of_shown, most_trusted, rows_to_show
+from embedx.shown import (
+    ROW,
+    Columns,
+    Names,
+    about_rows,
+    cells_of,
+    graph_of_shown,
+    heads,
+    most_trusted,
+    rows_to_show,
+    taken,
+)
 from embedx.store import Embeddings, Projection
 from embedx.tables import as_csv
 
 log = logging.getLogger("embedx")
 
-ROW = store.EXPORT_ROW
 ROWS_A_BLOCK = 8192
 BLOCK_BYTES = 2**25
-Columns = dict[str, Array | list[str | None]]
 
 
 def atlas(
@@ -83,14 +92,14 @@ def atlas(
     maps = [main, *(other for other in projections if other is not main)]
     rows, _ = rows_to_show(embeddings, maps, most=None, where="the atlas")
     graph = _graph(embeddings, main, rows, n_neighbors)
-    names = _Names([*_heads(embeddings), "x", "y", "z", "image", "neighbors", "hubness"])
+    names = Names([*heads(embeddings), "x", "y", "z", "image", "neighbors", "hubness"])
     own: Columns = dict(zip("xyz", _axes(main, rows), strict=False))
     own.setdefault("y", np.zeros(len(rows), np.float32))
     for one in maps[1:]:
         own |= _coordinates(one, rows, names)
     if graph is not None:
         own["hubness"] = np.bincount(graph.indices.ravel(), minlength=len(rows))
-    columns = {**_about_rows(embeddings, rows, names), **own}
+    columns = {**about_rows(embeddings, rows, names), **own}
     made = [_plain(name, values) for name, values in columns.items()]
     named = {"x": "x", "y": "y"}
     if embeddings.thumbnails is not None:
@@ -151,7 +160,7 @@ def table(
     path = _target(embeddings, out, f"table.{format}")
     rows = _good_rows(embeddings)
     layers = embeddings.embeddings if vectors else {}
-    names = _Names(_heads(embeddings))
+    names = Names(heads(embeddings))
     own: Columns = {}
     for one in projections:
         own |= _coordinates(one, rows, names)
@@ -159,7 +168,7 @@ def table(
             own[names.free(f"{score}_{one.name}")] = values[rows]
     if format == "parquet":
         wide = [_vectors(names.free(layer), array, rows) for layer, array in layers.items()]
-        columns = {**_about_rows(embeddings, rows, names), **own}
+        columns = {**about_rows(embeddings, rows, names), **own}
         made = [*(_plain(name, values) for name, values in columns.items()), *wide]
         _write_parquet(path, made, n=len(rows), parent=str(embeddings.attrs["id"]))
         n_columns = len(made)
@@ -169,7 +178,7 @@ def table(
             for layer, array in layers.items()
             for i in range(array.shape[1])
         ]
-        columns = {**_about_rows(embeddings, rows, names), **own}
+        columns = {**about_rows(embeddings, rows, names), **own}
         _write_csv(path, columns, numbered, list(layers.values()), rows)
         n_columns = len(columns) + len(numbered)
     _say(path, len(rows), f"{n_columns:,} columns")
@@ -208,13 +217,13 @@ def npz(embeddings: Embeddings, projections: Sequence[Projection], out: Path | N
         everything["labels"] = embeddings.labels[rows]
         everything["label_names"] = embeddings.label_names
     for name, values in embeddings.metadata.items():
-        everything[store.column_name(name)] = _taken(values, rows)
+        everything[store.column_name(name)] = taken(values, rows)
     for name, values in embeddings.outputs.items():
         everything[f"outputs/{name}"] = values
     for layer, values in embeddings.embeddings.items():
         everything[store.layer_name(layer)] = values
     whole = {name for name in everything if name.startswith(("outputs/", "embeddings/"))}
-    names = _Names([])
+    names = Names([])
     for one in projections:
         name = names.free(one.name)
         everything[f"projections/{name}"] = one.coords[rows]
@@ -324,47 +333,11 @@ def _good_rows(embeddings: Embeddings) -> Array:
     return rows
 
 
-def _heads(embeddings: Embeddings) -> list[str]:
-    return [ROW, "id"] if embeddings.labels is None else [ROW, "id", "label"]
-
-
-class _Names:
-    """The names of columns, each once; databases do not tell upper from lower case in them."""
-
-    def __init__(self, taken: Iterable[str]) -> None:
-        self._folded = {name.casefold() for name in taken}
-
-    def free(self, name: str) -> str:
-        """``name``, with ``_`` behind it where it is taken, which is said; it then is taken."""
-        given = name
-        while given.casefold() in self._folded:
-            given += "_"
-        if given != name:
-            log.info("the column %r is called %r: another one has that name", name, given)
-        self._folded.add(given.casefold())
-        return given
-
-
-def _about_rows(embeddings: Embeddings, rows: Array, names: _Names) -> Columns:
-    """Row, id, label, metadata and saved outputs of one number."""
-    columns: Columns = {ROW: rows, "id": [embeddings.ids[i] for i in rows]}
-    texts = embeddings.label_texts()
-    if texts is not None:
-        columns["label"] = [texts[i] or None for i in rows]
-    for name, values in [*embeddings.metadata.items(), *embeddings.output_columns.items()]:
-        columns[names.free(name)] = _taken(values, rows)
-    return columns
-
-
-def _taken(values: Array | list[str], rows: Array) -> Any:
-    return [values[i] for i in rows] if isinstance(values, list) else values[rows]
-
-
 def _axes(projection: Projection, rows: Array) -> list[Array]:
     return list(projection.coords[rows].T)
 
 
-def _coordinates(projection: Projection, rows: Array, names: _Names) -> dict[str, Array]:
+def _coordinates(projection: Projection, rows: Array, names: Names) -> dict[str, Array]:
     """``x_NAME``, ``y_NAME``, ``z_NAME``; ``x1_NAME``, ... of more dimensions."""
     axes = _axes(projection, rows)
     letters = "xyz" if len(axes) <= 3 else [f"x{i}" for i in range(1, len(axes) + 1)]
@@ -534,20 +507,11 @@ def _write_csv(
     row_bytes = 200 * len(names)  # as Python's objects
     with _exporting(path) as file:
         for part in _blocks(len(rows), row_bytes):
-            cells = [_cells(values[part]) for values in columns.values()]
+            cells = [cells_of(values[part]) for values in columns.values()]
             for array in layers:
-                cells += [_cells(column) for column in np.asarray(array[rows[part]]).T]
+                cells += [cells_of(column) for column in np.asarray(array[rows[part]]).T]
             table = [dict(zip(names, row, strict=True)) for row in zip(*cells, strict=True)]
             file.write(as_csv(table, names, head=part.start == 0))
-
-
-def _cells(values: Array | list[str | None]) -> list[Any]:
-    """Numbers as NumPy writes them, in the fewest digits that are the same number; none for NaN."""
-    if isinstance(values, list):
-        return list(values)
-    if values.dtype.kind != "f":
-        return list(values.tolist())
-    return [None if is_nan else v for v, is_nan in zip(values, np.isnan(values), strict=True)]
 
 
 # --------------------------------------------------------------------------- NumPy

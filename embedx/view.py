@@ -39,6 +39,7 @@ from embedx.follow import follow as follow_run
 from embedx.panels import PANEL_IN, Mask, Panel, Points, is_shaded, panels
 from embedx.ready_made import Given
 from embedx.report import write_report
+from embedx.shown import NEIGHBORHOOD, neighborhoods_of
 from embedx.store import Array, Embeddings, Projection
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ PANELS_ACROSS = 3
 FACETS_ACROSS, FACET_IN = 4, 3.2
 FACETS_MOST = 24
 INTERVALS = 8
-NEIGHBORHOOD = "neighborhood"
 
 
 @checked
@@ -139,13 +139,18 @@ def view(
             f"embeddings={opened.path}"
         )
     folder = Path(out) if out else opened.path.parent
+    is_of_maps = color == NEIGHBORHOOD and color not in opened.metadata
+    if is_of_maps:
+        _require_neighborhoods(maps)
     if viewer == "report":
-        path = write_report(opened, maps, color=color, path=folder / "report.html")
+        path = write_report(
+            opened, maps, color=None if is_of_maps else color, path=folder / "report.html"
+        )
         log.info("wrote %s: %.1f MB", path, path.stat().st_size / 1e6)
         if open:
             _show(path.resolve().as_uri())
         return None
-    if color == NEIGHBORHOOD and color not in opened.metadata:
+    if is_of_maps:
         colors = _neighborhoods(maps)
     else:
         colors = colors_of(column_of(opened, color), opened.ok, name=color)
@@ -197,17 +202,18 @@ def _refuse_unused(beside: str, **given: Any) -> None:
             raise ConfigError(f"{key}={value} has no use beside {beside}; leave one of them out")
 
 
-def _neighborhoods(maps: Sequence[Projection]) -> Colors:
-    """The score of each row in each map, one map after the other."""
+def _require_neighborhoods(maps: Sequence[Projection]) -> None:
     for projection in maps:
-        scores = projection.row_scores.get(NEIGHBORHOOD)
-        if scores is None or not ((scores >= 0) & (scores <= 1)).any():
+        if neighborhoods_of(projection) is None:
             raise DataError(
                 f"{projection.path} has no score of each row; make it again, with overwrite=true, "
                 f"by the command that this prints: python -m embedx info path={projection.path}"
             )
-    numbers = [projection.row_scores[NEIGHBORHOOD].astype(np.float64) for projection in maps]
-    numbers = [np.where((scores >= 0) & (scores <= 1), scores, np.nan) for scores in numbers]
+
+
+def _neighborhoods(maps: Sequence[Projection]) -> Colors:
+    """The score of each row in each map, one map after the other."""
+    numbers = [scores for one in maps if (scores := neighborhoods_of(one)) is not None]
     return Colors("share of near rows kept", numbers=np.concatenate(numbers))
 
 

@@ -206,7 +206,14 @@ def embeddings_file(
     return writer.finish()
 
 
-def projection_file(path: Path, name: str, coords: Array, **about: Any) -> Path:
+def projection_file(
+    path: Path,
+    name: str,
+    coords: Array,
+    *,
+    row_scores: Mapping[str, Array] | None = None,
+    **about: Any,
+) -> Path:
     """A map ``METHOD-HASH`` of an embeddings file, of its first layer unless ``layer`` says."""
     opened = store.open(path)
     return store.write_projection(
@@ -220,6 +227,7 @@ def projection_file(path: Path, name: str, coords: Array, **about: Any) -> Path:
             "layer": next(iter(opened.embeddings)),
             **about,
         },
+        row_scores=row_scores,
     )
 
 

@@ -573,14 +573,14 @@ def test_shading_shows_a_map_of_three_dimensions_from_the_side_that_dots_show(
 ) -> None:
     from mpl_toolkits.mplot3d import proj3d
 
-    from embedx.panels import _flat
+    from embedx.panels import flat
 
     xyz, labels = blobs(300, 3, m=3)
     path = make_run(tmp_path, {"umap": xyz}, labels=labels)
     axes = draw(path).axes[0]
     axes.set_proj_type("ortho")
     x, y, _ = proj3d.proj_transform(*xyz.T, axes.get_proj())
-    for ours, theirs in zip(_flat(xyz).T, (x, y), strict=True):
+    for ours, theirs in zip(flat(xyz).T, (x, y), strict=True):
         assert np.corrcoef(ours, theirs)[0, 1] == pytest.approx(1, abs=1e-9)
     shaded = draw(path, points="density").axes[0]
     assert shaded.name == "rectilinear"

@@ -1,5 +1,6 @@
 // The report's own code. Text from data reaches the page as textContent alone, never as markup.
 (async () => {
+  const shortNumber = (value) => String(Number(value.toPrecision(4)));
   const at = (id) => document.getElementById(id);
   const make = (tag, text, attributes = {}) => {
     const made = document.createElement(tag);
@@ -27,16 +28,24 @@
   const floats = (text) => new Float32Array(bytesOf(text).buffer);
   const integers = (text) => new Int32Array(bytesOf(text).buffer);
   const n = data.ids.length;
-  for (const column of data.columns) {
+  data.rows = integers(data.rows);
+  // A column is known by its number: it may be called as the score of a map, or anything.
+  data.columns.forEach((column, number) => {
+    column.key = String(number);
     if (column.codes) column.codes = integers(column.codes);
-  }
+    if (column.kind === 'number') {
+      column.numbers = column.values.map((text) => (text !== '' && Number.isFinite(Number(text)) ? Number(text) : null));
+    }
+  });
+  const label = data.label === null ? null : data.columns[data.label];
   for (const map of data.maps) {
     map.coords = floats(map.coords);
     frame(map);
     map.scores = new Map(map.scores);
     if (map.kept) {
-      map.column = { name: 'neighborhood', title: 'near rows kept', kind: 'number',
-        values: Array.from(floats(map.kept), (v) => (Number.isFinite(v) ? v : null)) };
+      const numbers = Array.from(floats(map.kept), (v) => (Number.isFinite(v) ? v : null));
+      map.column = { key: 'kept', name: 'near rows kept', kind: 'number', numbers, ends: ['0', '1'],
+        values: numbers.map((v) => (v === null ? '' : shortNumber(v))) };
     }
   }
   for (const graph of data.graphs) {
@@ -66,12 +75,7 @@
     return target;
   };
 
-  function textOf(column, i) {
-    if (column.kind === 'class') return column.values[column.codes[i]] ?? '';
-    const value = column.values[i];
-    return value === null || value === undefined ? '' : String(value);
-  }
-  const shortNumber = (value) => String(Number(value.toPrecision(4)));
+  const textOf = (column, i) => (column.kind === 'class' ? column.values[column.codes[i]] ?? '' : column.values[i]);
 
   // ------------------------------------------------------------------ state
 
@@ -94,11 +98,12 @@
     ...data.columns.filter((c) => c.kind !== 'text'),
     ...(state.map.column ? [state.map.column] : []),
   ];
-  const columnOf = (name) => columnsToColor().find((c) => c.name === name) ?? null;
+  const columnOf = (key) => columnsToColor().find((c) => c.key === key) ?? null;
   const rgb = (hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
   const palette = data.palette.map(rgb);
   const others = () => rgb(isDark() ? '#555b61' : data.other);
-  const ramp = data.ramp.map(rgb);
+  const ramps = data.ramps.map((ramp) => ramp.map(rgb));
+  const rampOf = () => ramps[isDark() ? 1 : 0];
 
   // Classes by number of samples; those past the palette share grey, as in the pictures.
   function classes(column) {
@@ -125,6 +130,7 @@
     const column = columnOf(state.color);
     const grey = others();
     const focus = state.found ?? (state.selected.size ? state.selected : null);
+    const ramp = rampOf();
     let low = 0;
     let high = 1;
     if (column && column.kind === 'number') [low, high] = range(column);
@@ -136,23 +142,17 @@
         shade = classes(column).shade.get(code) ?? grey;
         if (state.hidden.has(code)) shown[i] = 0;
       } else if (column) {
-        const value = column.values[i];
+        const value = column.numbers[i];
         shade = value === null ? grey
           : ramp[Math.round(((value - low) / (high - low || 1)) * (ramp.length - 1))];
       }
       shades.set(shade, i * 4);
-      shades[i * 4 + 3] = !shown[i] ? 0 : focus && !focus.has(i) ? 40 : n > 20000 ? 170 : 220;
+      shades[i * 4 + 3] = !shown[i] ? 0 : focus && !focus.has(i) ? (isDark() ? 70 : 40) : n > 20000 ? 170 : 220;
     }
     version += 1;
     plot?.paint(shades);
   }
-  function range(column) {
-    if (!column.range) {
-      const values = column.values.filter((v) => v !== null);
-      column.range = values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
-    }
-    return column.range;
-  }
+  const range = (column) => column.ends.map(Number);
 
   // ------------------------------------------------------------------ the map
 
@@ -208,10 +208,30 @@
     context.lineWidth = 4;
     context.strokeStyle = isDark() ? '#101214' : '#ffffff';
     context.fillStyle = ink;
-    for (const { index, text } of names()) {
-      context.strokeText(text, ...place(index));
-      context.fillText(text, ...place(index));
+    written = laidOut(names(), context, place);
+    for (const { text, x, y } of written) {
+      context.strokeText(text, x, y);
+      context.fillText(text, x, y);
     }
+  }
+  // The names of the largest classes first, each where no other stands and within the map, or not.
+  let written = [];
+  function laidOut(wanted, context, place) {
+    const [width, height] = plot.size;
+    const made = [];
+    for (const { index, text } of wanted) {
+      const [px, py] = place(index);
+      if (px < 0 || py < 0 || px > width || py > height) continue;
+      const half = context.measureText(text).width / 2 + 3;
+      const x = Math.min(Math.max(px, half), width - half);
+      for (const by of [0, -18, 18, -36, 36]) {
+        const y = Math.min(Math.max(py + by, 10), height - 10);
+        if (made.some((other) => Math.abs(other.x - x) < other.half + half && Math.abs(other.y - y) < 18)) continue;
+        made.push({ text, x, y, half });
+        break;
+      }
+    }
+    return made;
   }
 
   // Each class by name at its most central sample, where the classes are few enough to read.
@@ -235,7 +255,8 @@
     }
     if (members.size > NAMED_MOST) return [];
     const map = state.map;
-    return order.filter((code) => members.has(code) && counts[code] >= 5).map((code) => {
+    const named = order.filter((code) => members.has(code) && counts[code] >= 5);
+    return named.sort((a, b) => counts[b] - counts[a]).map((code) => {
       const own = members.get(code);
       const step = Math.ceil(own.length / 150);
       const some = own.filter((_, k) => k % step === 0).map((i) => [i, ...place(map, i)]);
@@ -266,7 +287,7 @@
     try {
       plot = new Plot(stage, n, {
         over: hover,
-        clicked: choose,
+        clicked: (i) => { choose(i); if (i >= 0) at('card').scrollIntoView({ block: 'nearest' }); },
         drawn: above,
         viewed: () => { whole = false; },
       });
@@ -322,7 +343,7 @@
     const columns = [...data.columns, ...(state.map.column ? [state.map.column] : [])];
     for (const column of columns.slice(0, most)) {
       const text = textOf(column, i);
-      if (text !== '') list.append(make('dt', column.title ?? column.name), make('dd', column.kind === 'number' && column.title ? shortNumber(Number(text)) : text));
+      if (text !== '') list.append(make('dt', column.name), make('dd', text));
     }
     made.push(list);
     return made;
@@ -339,15 +360,19 @@
   function choose(index) {
     state.chosen = index >= 0 ? index : -1;
     const near = at('near');
+    const found = index < 0 ? [] : neighbors(index);
     near.replaceChildren();
-    at('near-title').hidden = at('near-what').hidden = index < 0 || state.map.graph === null;
+    at('near-title').hidden = at('near-what').hidden = found.length === 0;
+    at('card').hidden = index < 0;
     if (index < 0) {
       at('chosen').replaceChildren(make('p', 'Choose a point to see it here, with its nearest neighbours among the embeddings.', { class: 'hint' }));
     } else {
       at('chosen').replaceChildren(...about(index, 160, 60));
-      if (state.map.graph !== null) {
+      at('card').firstElementChild.replaceChildren(...about(index, 48, 2));
+      if (found.length) {
+        at('near-title').textContent = `The ${found.length} nearest neighbours`;
         at('near-what').textContent = data.graphs[state.map.graph].title;
-        for (const { index: other, distance } of neighbors(index)) {
+        for (const { index: other, distance } of found) {
           const item = make('li');
           const button = sampleButton(other);
           button.append(make('span', shortNumber(distance), { class: 'count' }));
@@ -355,21 +380,45 @@
           near.append(item);
         }
       }
-      const label = columnOf('label');
-      say(`Chosen: ${data.ids[index]}${label ? `, ${textOf(label, index)}` : ''}`);
+      say(`Chosen: ${[data.ids[index], ...(label ? [textOf(label, index)] : [])].filter(Boolean).join(', ')}${unhide(index)}`);
     }
     draw();
+  }
+  // What is chosen is seen: its class is shown again where it was hidden, and that is said.
+  function unhide(index) {
+    const column = columnOf(state.color);
+    if (shown[index] || column?.kind !== 'class') return '';
+    state.hidden.delete(column.codes[index]);
+    refreshLegend();
+    paint();
+    return `; ${textOf(column, index) || '(none)'} is shown again`;
   }
   function sampleButton(i) {
     const button = make('button', null, { type: 'button' });
     const image = picture(i, 32);
     if (image) button.append(image);
-    const label = data.columns.find((c) => c.name === 'label');
     const short = data.ids[i].split('/').pop() || data.ids[i];
-    button.append(make('span', label ? `${short} \u00b7 ${textOf(label, i)}` : short, { class: 'name', title: data.ids[i] }));
-    button.addEventListener('click', () => choose(i));
+    const text = [short, ...(label ? [textOf(label, i)] : [])].filter(Boolean).join(' \u00b7 ');
+    button.append(make('span', text, { class: 'name', title: data.ids[i] }));
+    button.addEventListener('click', () => {
+      const list = button.closest('#near');
+      const place = list ? [...list.children].indexOf(button.parentElement) : -1;
+      choose(i);
+      if (list) (list.querySelectorAll('button')[place] ?? at('chosen')).focus({ preventScroll: true });
+      else toMap();
+    });
     return button;
   }
+  // Where the map and the rest do not fit on the screen together.
+  function toMap() {
+    if (getComputedStyle(at('card')).display === 'none') return;
+    at('stage').scrollIntoView({ block: 'nearest' });
+    at('card').scrollIntoView({ block: 'nearest' });
+  }
+  at('to-side').addEventListener('click', () => {
+    at('side').scrollIntoView({ block: 'start' });
+    at('chosen').focus({ preventScroll: true });
+  });
   const say = (text) => { at('say').textContent = text; };
 
   // ------------------------------------------------------------------ controls
@@ -386,53 +435,99 @@
         if (turned || whole) fit();
         listColors();
         listLegend();
+        noteMap();
         paint();
         choose(state.chosen);
-        say(`Map: ${map.title}`);
+        say(`Map: ${[map.title, map.note].filter(Boolean).join(', ')}`);
       });
       label.append(radio, ` ${map.title}`);
       return label;
     }));
   }
+  function noteMap() {
+    at('map-note').textContent = state.map.note;
+    at('map-note').hidden = state.map.note === '';
+  }
   function listColors() {
-    const options = [...columnsToColor().map((c) => [c.name, c.title ?? c.name]), ['', 'nothing']];
-    if (!options.some(([name]) => name === state.color)) state.color = '';
-    at('color').replaceChildren(...options.map(([name, title]) => make('option', title, { value: name })));
+    const options = [...columnsToColor().map((c) => [c.key, c.name]), ['', 'nothing']];
+    if (!options.some(([key]) => key === state.color)) state.color = '';
+    at('color').replaceChildren(...options.map(([key, name]) => make('option', name, { value: key })));
     at('color').value = state.color;
   }
   function listLegend() {
     const column = columnOf(state.color);
     const legend = at('legend');
     legend.replaceChildren();
-    at('legend-title').textContent = column ? (column.title ?? column.name) : 'One colour';
+    at('legend-title').textContent = column ? column.name : 'One colour';
     at('show-all').hidden = state.hidden.size === 0;
+    at('legend-keys').textContent = column?.kind === 'class'
+      ? 'Arrows go from class to class, Enter hides or shows one, O shows it alone.' : '';
     if (column && column.kind === 'number') {
+      const ramp = rampOf();
       const canvas = make('canvas', null, { id: 'ramp', width: ramp.length, height: 1, role: 'img', 'aria-label': 'scale of colours' });
       const context = canvas.getContext('2d');
       ramp.forEach((shade, i) => { context.fillStyle = `rgb(${shade})`; context.fillRect(i, 0, 1, 1); });
       const ends = make('p', null, { class: 'row' });
-      ends.append(...range(column).map((value) => make('span', Number.isFinite(value) ? shortNumber(value) : '', { class: 'count' })));
+      const brief = range(column).map(shortNumber);
+      ends.append(...(brief[0] === brief[1] ? column.ends : brief).map((text) => make('span', text, { class: 'count' })));
       legend.append(canvas, ends);
     } else if (column) {
       const { counts, shade, order } = classes(column);
       for (const code of order) {
-        const button = make('button', null, { type: 'button', 'aria-pressed': String(!state.hidden.has(code)), title: 'Click to hide or show, double click to show alone' });
+        const line = make('div', null, { class: 'class' });
+        const button = make('button', null, { type: 'button', class: 'line', 'aria-keyshortcuts': 'O', title: 'Click to hide or show, double click (or O) to show alone' });
         const swatch = make('span', null, { class: 'swatch' });
         swatch.style.background = `rgb(${shade.get(code) ?? others()})`;
-        button.append(swatch, make('span', column.values[code] ?? '(none)', { class: 'name' }), make('span', counts[code].toLocaleString('en'), { class: 'count' }));
+        const name = column.values[code] ?? '(none)';
+        button.append(swatch, make('span', name, { class: 'name', title: name }), make('span', counts[code].toLocaleString('en'), { class: 'count' }));
+        button.dataset.code = code;
         button.addEventListener('click', () => {
           if (!state.hidden.delete(code)) state.hidden.add(code);
-          button.setAttribute('aria-pressed', String(!state.hidden.has(code)));
-          at('show-all').hidden = state.hidden.size === 0;
+          refreshLegend();
           paint();
         });
-        button.addEventListener('dblclick', () => {
+        const alone = () => {
           state.hidden = new Set(order.filter((other) => other !== code));
-          listLegend();
+          refreshLegend();
           paint();
+          say(`${name} alone is shown`);
+        };
+        button.addEventListener('dblclick', alone);
+        button.addEventListener('keydown', (event) => {
+          if (event.key.toLowerCase() === 'o' && !event.ctrlKey && !event.metaKey && !event.altKey) alone();
         });
-        legend.append(button);
+        // No stop for Tab: the key does the same.
+        const only = make('button', 'only', { type: 'button', class: 'alone', tabindex: '-1', 'aria-label': `Show ${name} alone` });
+        only.addEventListener('click', alone);
+        line.append(button, only);
+        legend.append(line);
       }
+      rove(legend, '.line');
+      refreshLegend();
+    }
+  }
+  function refreshLegend() {
+    for (const button of at('legend').querySelectorAll('.line')) {
+      button.setAttribute('aria-pressed', String(!state.hidden.has(Number(button.dataset.code))));
+    }
+    at('show-all').hidden = state.hidden.size === 0;
+  }
+  // One stop for Tab in a list however long; arrows, Home and End go on from there.
+  function rove(list, which = 'button') {
+    const all = [...list.querySelectorAll(which)];
+    all.forEach((one, number) => { one.tabIndex = number ? -1 : 0; });
+    list.onkeydown = (event) => {
+      const from = all.indexOf(document.activeElement);
+      const to = { ArrowDown: from + 1, ArrowUp: from - 1, PageDown: from + 10, PageUp: from - 10, Home: 0, End: all.length - 1 }[event.key];
+      if (from < 0 || to === undefined) return;
+      all[Math.min(all.length - 1, Math.max(0, to))].focus();
+      event.preventDefault();
+    };
+    for (const one of all) {
+      one.addEventListener('focus', () => {
+        for (const other of list.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
+        one.tabIndex = 0;
+      });
     }
   }
   at('color').addEventListener('change', () => {
@@ -442,9 +537,11 @@
     paint();
   });
   at('show-all').addEventListener('click', () => {
+    const back = document.activeElement === at('show-all');
     state.hidden.clear();
-    listLegend();
+    refreshLegend();
     paint();
+    if (back) at('legend').querySelector('[tabindex="0"]')?.focus({ preventScroll: true });
   });
 
   let haystack = null;
@@ -461,6 +558,7 @@
       return item;
     });
     at('matches').replaceChildren(...items);
+    rove(at('matches'));
     paint();
   }
   let typing = 0;
@@ -469,29 +567,35 @@
     if (event.key !== 'Enter') return;
     clearTimeout(typing);
     search();
-    if (state.found && state.found.size) choose(state.found.values().next().value);
+    if (!state.found?.size) return;
+    choose(state.found.values().next().value);
+    toMap();
   });
-  at('select-found').addEventListener('click', () => {
+  at('select-found').addEventListener('click', (event) => {
     const found = state.found;
     at('search').value = '';
     search();
     select(found);
+    toSelection(event);
   });
 
   // ------------------------------------------------------------------ selection
 
   const ROWS_SHOWN = 200;
+  // Where the button that was pressed is gone: by key to the table, by mouse without scrolling there.
+  const toSelection = (event) => at('selection').focus({ preventScroll: event.detail > 0 });
   function select(rows) {
     state.selected = new Set([...rows].sort((a, b) => a - b));
     const count = state.selected.size;
     at('counted').textContent = count
       ? `${count.toLocaleString('en')} of ${n.toLocaleString('en')} selected${count > ROWS_SHOWN ? `, the first ${ROWS_SHOWN} are listed` : ''}`
-      : 'Nothing is selected: draw a lasso, or search.';
+      : 'Nothing is selected: draw a lasso, search, or take all that is in view.';
     for (const button of document.querySelectorAll('.of-selection')) button.disabled = count === 0;
     const table = at('table');
     table.hidden = count === 0;
     const head = make('tr');
-    head.append(...(data.thumbnails ? [make('th', 'picture', { scope: 'col' })] : []), ...['id', ...data.columns.map((c) => c.name)].map((name) => make('th', name, { scope: 'col' })));
+    head.append(...(data.thumbnails ? [make('th', 'picture', { scope: 'col' })] : []), make('th', 'id', { scope: 'col' }),
+      ...data.columns.map((c) => make('th', c.name, { scope: 'col', class: c.is_number ? 'number' : '' })));
     table.tHead.replaceChildren(head);
     const rowsShown = [...state.selected].slice(0, ROWS_SHOWN).map((i) => {
       const row = make('tr');
@@ -504,19 +608,22 @@
       const button = make('button', data.ids[i], { type: 'button' });
       button.addEventListener('click', () => { choose(i); at('map').focus(); });
       cell.append(button);
-      row.append(cell, ...data.columns.map((c) => make('td', textOf(c, i), c.kind === 'number' ? { class: 'number' } : {})));
+      row.append(cell, ...data.columns.map((c) => make('td', textOf(c, i), c.is_number ? { class: 'number' } : {})));
       return row;
     });
     table.tBodies[0].replaceChildren(...rowsShown);
+    rove(table.tBodies[0]);
     paint();
   }
-  const cells = () => [['id', ...data.columns.map((c) => c.name)], ...[...state.selected].map((i) => [data.ids[i], ...data.columns.map((c) => (c.kind === 'number' ? c.values[i] ?? '' : textOf(c, i)))])];
-  // No text is a formula to a spreadsheet; quotes as in RFC 4180.
-  const csvCell = (value) => {
-    if (typeof value === 'number') return String(value);
-    const inert = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
-    return /[",\r\n]/.test(inert) ? `"${inert.replaceAll('"', '""')}"` : inert;
-  };
+  // Texts are made inert: to a spreadsheet none is a formula. Numbers stand as they are.
+  const inert = (text) => (/^[=+\-@\t\r\n]/.test(text) ? `'${text}` : text);
+  const cells = () => [
+    ['embedx_row', 'id', ...data.columns.map((c) => inert(c.name))],
+    ...[...state.selected].map((i) => [String(data.rows[i]), inert(data.ids[i]),
+      ...data.columns.map((c) => (c.is_number ? textOf(c, i) : inert(textOf(c, i))))]),
+  ];
+  // Quotes as in RFC 4180.
+  const csvCell = (text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const csv = () => cells().map((row) => row.map(csvCell).join(',')).join('\r\n') + '\r\n';
   async function copy(text, what) {
     try {
@@ -532,14 +639,30 @@
     at('counted').textContent = `${what} copied`;
   }
   at('copy-ids').addEventListener('click', () => copy([...state.selected].map((i) => data.ids[i]).join('\n'), 'Ids'));
-  at('copy-table').addEventListener('click', () => copy(cells().map((row) => row.map((v) => (typeof v === 'number' ? String(v) : (/^[=+\-@]/.test(v) ? `'${v}` : v).replace(/[\t\r\n]+/g, ' '))).join('\t')).join('\n'), 'Table'));
+  at('copy-table').addEventListener('click', () => copy(cells().map((row) => row.map((text) => text.replace(/[\t\r\n]+/g, ' ')).join('\t')).join('\n'), 'Table'));
   at('csv').addEventListener('click', () => {
     const link = make('a', null, { download: 'selection.csv' });
     link.href = URL.createObjectURL(new Blob([csv()], { type: 'text/csv' }));
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   });
-  at('clear').addEventListener('click', () => select([]));
+  at('clear').addEventListener('click', (event) => {
+    select([]);
+    toSelection(event);
+  });
+  function selectInView() {
+    const placed = plot.placer();
+    const [width, height] = plot.size;
+    const inside = [];
+    for (let i = 0; i < n; i += 1) {
+      if (!shown[i]) continue;
+      const [x, y] = placed(i);
+      if (x >= 0 && y >= 0 && x <= width && y <= height) inside.push(i);
+    }
+    select(inside);
+    say(at('counted').textContent);
+  }
+  at('select-view').addEventListener('click', () => { if (plot) selectInView(); });
 
   // ------------------------------------------------------------------ lasso
 
@@ -548,6 +671,8 @@
   let path = null;
   function lassoOn(on) {
     state.lasso = on;
+    path = null;
+    polygon.setAttribute('points', '');
     sheet.classList.toggle('on', on);
     at('tool-lasso').setAttribute('aria-pressed', String(on));
   }
@@ -569,8 +694,6 @@
   const finish = (event) => {
     if (!path) return;
     const drawn = path;
-    path = null;
-    polygon.setAttribute('points', '');
     lassoOn(false);
     if (event.type === 'pointerup' && drawn.length > 2) {
       const inside = within(drawn);
@@ -614,13 +737,17 @@
     else if (event.key === '-') plot.zoom(-0.5);
     else if (event.key === '0') fit();
     else if (event.key.toLowerCase() === 'l') lassoOn(!state.lasso);
+    else if (event.key.toLowerCase() === 's') selectInView();
     else if (event.key === 'Enter') stepToNearest();
     else if (event.key === 'Escape') {
-      if (state.lasso) lassoOn(false);
-      else if (state.chosen >= 0) choose(-1);
+      if (state.lasso) return; // let go of below, wherever the focus is
+      if (state.chosen >= 0) choose(-1);
       else select([]);
     } else return;
     event.preventDefault();
+  });
+  document.addEventListener('keydown', (event) => {
+    if (event.key === 'Escape' && state.lasso) lassoOn(false);
   });
   // From the chosen sample to its nearest neighbour not seen on the way; without one, to the middle.
   const seen = new Set();
@@ -647,8 +774,8 @@
 
   // ------------------------------------------------------------------ tables
 
-  function table(heads, rows) {
-    const made = make('table');
+  function table(heads, rows, what) {
+    const made = make('table', null, { 'aria-label': what });
     const head = make('tr');
     head.append(...heads.map((text) => make('th', text, { scope: 'col' })));
     made.createTHead().append(head);
@@ -662,13 +789,13 @@
   }
   const scores = data.scores.filter((name) => data.maps.some((map) => map.scores.has(name)));
   at('scores').append(scores.length
-    ? table(['map', ...scores], data.maps.map((map) => [map.title, ...scores.map((name) => map.scores.get(name) ?? '')]))
+    ? table(['map', ...scores], data.maps.map((map) => [map.title, ...scores.map((name) => map.scores.get(name) ?? '')]), 'Scores of the maps')
     : make('p', 'The maps hold no scores.'));
-  at('settings').append(table(['of', 'setting', 'value'], data.settings));
+  at('settings').append(table(['of', 'setting', 'value'], data.settings, 'Settings'));
   if (data.failed.length || data.left_out.length) {
     at('failures-title').textContent = `What failed or is not shown (${data.n_failed.toLocaleString('en')} failed)`;
     at('failed').append(...data.left_out.map((text) => make('p', text)));
-    if (data.failed.length) at('failed').append(table(['id', 'why'], data.failed));
+    if (data.failed.length) at('failed').append(table(['id', 'why'], data.failed, 'What failed'));
   } else {
     at('failures-title').textContent = 'Nothing failed';
   }
@@ -681,7 +808,8 @@
   fit();
   const wantsDark = matchMedia('(prefers-color-scheme: dark)').matches;
   listColors();
+  noteMap();
   select([]);
   dark(wantsDark);
-  window.report = { data, state, plot, choose, select, screen, csv };
+  window.report = { data, state, plot, choose, select, screen, csv, written: () => written };
 })();
