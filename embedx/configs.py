@@ -51,7 +51,7 @@ def public_config(config: Mapping[str, Any]) -> str:
         if isinstance(value, (list, tuple)):
             return [last_part(inner) for inner in value]
         is_path = isinstance(value, str) and (
-            key in ("root", "checkpoint", "--config-dir") or value.startswith(("/", "~"))
+            key in ("root", "path", "checkpoint", "--config-dir") or value.startswith(("/", "~"))
         )
         return Path(value).name if is_path else value
 

@@ -41,8 +41,9 @@ class Source:
     Attributes:
         name: For files and tables.
         ids: n unique texts.
-        read: Item i, an upright RGB picture or a tensor, or what ``collate`` takes; the pair of it
-            and its label where ``labels_in_items``. Raises for an item that cannot be read.
+        read: Item i, an upright RGB picture, a text or a tensor, or what ``collate`` takes; the
+            pair of it and its label where ``labels_in_items``. Raises for an item that cannot be
+            read.
         fingerprint: Hash of what the items are: it decides whether rows are still theirs.
         item_hashes: Shape ``(n,)`` uint64, the same for each item by itself, to name those that
             changed; None where that would cost a pass.
@@ -148,7 +149,12 @@ def _check_column(what: str, column: Any, *, n: int) -> None:
         require_exact(column, what=what)
 
 
-def _limited(n: int, limit: int | None) -> int:
+def limited(n: int, limit: int | None) -> int:
+    """How many of n items a source takes.
+
+    Raises:
+        ConfigError: ``limit`` is less than 1.
+    """
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit must be at least 1, not {limit}")
     return n if limit is None else min(n, limit)
@@ -278,7 +284,7 @@ def digits(*, limit: int | None = None) -> Source:
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
-    n = _limited(len(loaded.images), limit)
+    n = limited(len(loaded.images), limit)
     pixels = (loaded.images[:n] * (255 / 16)).round().astype(np.uint8)
     return Source(
         name="digits",
@@ -331,7 +337,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
             f"data.root {root} holds no picture ({where or 'it is empty'}); embedx reads "
             + " ".join(sorted(suffix[1:] for suffix in SUFFIXES))
         )
-    n = _limited(len(found), limit)
+    n = limited(len(found), limit)
     items = found[:n]
     ids = [name for name, _, _ in items]
     if expression is not None:
@@ -347,7 +353,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     for i, (name, size_bytes, mtime_ns) in enumerate(items):
         line = _line(name, size_bytes, mtime_ns)
         digest.update(line)
-        hashes[i] = _hash(line)
+        hashes[i] = hash_of(line)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
     if n < len(found):
         note += f", the first of {len(found):,}"
@@ -415,7 +421,7 @@ class _FileReader:
                 return _decoded(file)
             finally:
                 about = os.fstat(file.fileno())  # the file that was read, though its name be taken
-                if _hash(_line(self.ids[i], about.st_size, about.st_mtime_ns)) != self.hashes[i]:
+                if hash_of(_line(self.ids[i], about.st_size, about.st_mtime_ns)) != self.hashes[i]:
                     raise DataError("it was changed after the run had listed it") from None
 
 
@@ -544,7 +550,7 @@ def in_memory(
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
     indices: Array | None = None
     if labels is not None:
-        indices, names = _counted_through(labels, classes)
+        indices, names = counted_through(labels, classes)
         if "-1" in names and "-1" not in labels:
             aloud.append(
                 f"-1 among the labels of {kind} is a class of that name; for none give texts, ''"
@@ -649,7 +655,7 @@ def _paths(items: Any) -> list[str] | None:
     return None if any(path.startswith("../") for path in relative) else relative
 
 
-def _counted_through(
+def counted_through(
     labels: Sequence[Any], classes: Sequence[Any] | None
 ) -> tuple[Array, list[str]]:
     """Labels as indices ``(n,)`` into their sorted names, -1 for an empty text.
@@ -793,7 +799,8 @@ def whole_label(label: Any, *, n_names: int) -> int:
 # --------------------------------------------------------------------------- hashes
 
 
-def _hash(data: bytes) -> int:
+def hash_of(data: bytes) -> int:
+    """64 bits of a hash, which tell items of one source apart."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -809,7 +816,7 @@ def _hashed_rows(values: Array, dtype: str) -> tuple[str, Array]:
     hashes: list[Array] = []
     for block in _blocks(values):
         digest.update(block.tobytes())
-        hashes.append(np.array([_hash(form + row.tobytes()) for row in block], np.uint64))
+        hashes.append(np.array([hash_of(form + row.tobytes()) for row in block], np.uint64))
     return digest.hexdigest(), np.concatenate(hashes)
 
 
@@ -1131,7 +1138,7 @@ class _ItemReader:
             values = _as_array(rows)
             assert values is not None
             form = f"{values.shape[1:]} {_form(rows, values)}".encode()
-            if _hash(form + values.tobytes()) != self.hashes[i]:
+            if hash_of(form + values.tobytes()) != self.hashes[i]:
                 raise DataError("it was changed after the run had listed it")
             raw = rows[0]
         item = raw if self.gives_all else _input(raw)
