@@ -468,7 +468,11 @@ def _with_weights(
     module, info = _in_our_words(
         name,
         lambda: kind.from_pretrained(
-            None, config=config, state_dict=tensors, output_loading_info=True
+            None,
+            config=config,
+            state_dict=tensors,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below
         ),
     )
     for part in parts:
@@ -480,8 +484,17 @@ def _with_weights(
             f"the weights of {name} lack {listed(lost, most=3)} of {kind.__name__}; choose the "
             "folder that they were saved in"
         )
-    if wrong := sorted(map(str, info["mismatched_keys"])):
-        raise ModelError(f"the weights of {name} have other shapes: {listed(wrong, most=3)}")
+    wrong = sorted(
+        f"{key} has shape {tuple(tensors[key].shape)}" if key in tensors else key
+        for key in (
+            str(one[0] if isinstance(one, tuple) else one) for one in info["mismatched_keys"]
+        )
+    )
+    if wrong:
+        raise ModelError(
+            f"the weights of {name} have other shapes than its config.json says: "
+            f"{listed(wrong, most=3)}; choose the folder that they were saved in"
+        )
     if missing:
         notes.append(f"{name} has no weights for its pooler, which no text passes: random ones")
     hashes = [part.sha256 for part in parts]

@@ -162,6 +162,8 @@ def _columns(opened: Embeddings, rows: Array) -> list[dict[str, Any]]:
     texts = opened.label_texts()
     if texts is not None:
         columns = {"label": texts, **columns}
+    if "text" in opened.metadata:  # what a sample is stands before what is known of it
+        columns = {"text": opened.metadata["text"], **columns}
     return [
         _column(name, values[rows] if isinstance(values, np.ndarray) else [values[i] for i in rows])
         for name, values in columns.items()

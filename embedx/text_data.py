@@ -73,8 +73,11 @@ def _file_name(file: Path) -> str:
 def _kept(texts: Sequence[str], name: str) -> tuple[list[str], list[str]]:
     """Texts as a column of the file, and a note where they are cut."""
     short, n_cut = shortened(texts)
-    note = f"{name}: {n_cut:,} texts are longer than the 1,024 bytes that the column text keeps"
-    return short, [f"{note} of each; the model gets them whole"] if n_cut else []
+    note = (
+        f"{name}: the column text keeps 1,024 bytes of each, and {n_cut:,} of {len(short):,} are "
+        "longer; the model gets them whole"
+    )
+    return short, [note] if n_cut else []
 
 
 def _require_text(found: str) -> str:
@@ -232,7 +235,9 @@ def _table(
         if isinstance(values, list):
             values, n_cut = shortened(values)
             if n_cut:
-                notes.append(f"{name}: {n_cut:,} values of {key} are cut to 1,024 bytes")
+                notes.append(
+                    f"{name}: {n_cut:,} of {table.n:,} values of {key} are cut to 1,024 bytes"
+                )
         kept = key + "_" * (key in metadata)
         if kept != key:
             notes.append(
@@ -243,7 +248,7 @@ def _table(
     note = f"{name}: {table.n:,} texts of {column}, {len(names) or 'no'} classes"
     n_empty = sum(not one.strip() for one in texts)
     if n_empty:
-        notes.insert(0, f"{name}: {n_empty:,} texts are empty; their rows fail")
+        notes.insert(0, f"{name}: {n_empty:,} of {table.n:,} texts are empty; their rows fail")
     return Source(
         name=name,
         ids=ids,

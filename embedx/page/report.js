@@ -322,7 +322,7 @@
     const columns = [...data.columns, ...(state.map.column ? [state.map.column] : [])];
     for (const column of columns.slice(0, most)) {
       const text = textOf(column, i);
-      if (text !== '') list.append(make('dt', column.title ?? column.name), make('dd', column.kind === 'number' && column.title ? shortNumber(Number(text)) : text));
+      if (text !== '') list.append(make('dt', column.title ?? column.name), make('dd', column.kind === 'number' && column.title ? shortNumber(Number(text)) : text, { dir: 'auto' }));
     }
     made.push(list);
     return made;
@@ -365,8 +365,9 @@
     const image = picture(i, 32);
     if (image) button.append(image);
     const label = data.columns.find((c) => c.name === 'label');
-    const short = data.ids[i].split('/').pop() || data.ids[i];
-    button.append(make('span', label ? `${short} \u00b7 ${textOf(label, i)}` : short, { class: 'name', title: data.ids[i] }));
+    const said = data.columns.find((c) => c.name === 'text');
+    const short = (said && textOf(said, i)) || data.ids[i].split('/').pop() || data.ids[i];
+    button.append(make('span', label ? `${short} \u00b7 ${textOf(label, i)}` : short, { class: 'name', title: data.ids[i], dir: 'auto' }));
     button.addEventListener('click', () => choose(i));
     return button;
   }
@@ -504,7 +505,7 @@
       const button = make('button', data.ids[i], { type: 'button' });
       button.addEventListener('click', () => { choose(i); at('map').focus(); });
       cell.append(button);
-      row.append(cell, ...data.columns.map((c) => make('td', textOf(c, i), c.kind === 'number' ? { class: 'number' } : {})));
+      row.append(cell, ...data.columns.map((c) => make('td', textOf(c, i), c.kind === 'number' ? { class: 'number' } : { dir: 'auto' })));
       return row;
     });
     table.tBodies[0].replaceChildren(...rowsShown);
