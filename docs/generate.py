@@ -128,12 +128,16 @@ def models_page() -> str:
     for name in CONFIGS.options("model"):
         node = CONFIGS.document(f"model/{name}")
         layer = node.get("layer")
-        size = input_px(node)
+        takes = "texts" if "max_length" in node else input_px(node)
         rows.append(
             (
                 code(name),
                 code(layer) if layer else "found",
-                "its&nbsp;own" if size is None else f"{size}&nbsp;px",
+                "its&nbsp;own"
+                if takes is None
+                else takes
+                if takes == "texts"
+                else f"{takes}&nbsp;px",
                 "<br>".join(map(plain, comment(conf_dir() / "model" / f"{name}.yaml"))),
             )
         )

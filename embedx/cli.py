@@ -844,7 +844,10 @@ def _run_name(values: Mapping[str, Any]) -> str:
     from omegaconf import OmegaConf
 
     model, data = _choice("model"), _choice("data")
-    name = f"{values['model'].get('name') or model}-{data}"
+    called = values["model"].get("name") or model
+    if Path(called).expanduser().is_dir():  # a folder is called by its last part
+        called = Path(called).expanduser().resolve().name
+    name = f"{called}-{data}"
     rows = {key: values[key] for key in ROW_SETTINGS}
     default = OmegaConf.to_container(hydra.compose("extract", [f"model={model}", f"data={data}"]))
     assert isinstance(default, dict)
@@ -855,10 +858,9 @@ def _run_name(values: Mapping[str, Any]) -> str:
     own = values["data"]
     key = next((key for key in ("path", "root") if isinstance(own.get(key), str)), None)
     if key is not None and own[key]:
-        # The plain name belongs to the folder or file of that name right here; any other one is
-        # another.
+        # The plain name belongs to what has that name right here; any other one is another.
         full = Path(own[key]).expanduser().resolve()
-        name = f"{values['model'].get('name') or model}-{own.get('name') or full.name or 'root'}"
+        name = f"{called}-{own.get('name') or full.name or 'root'}"
         rows["data"] = {**rows["data"], key: str(full)}
         usual["data"] = {**usual["data"], key: str(Path.cwd().resolve() / full.name)}
     if rows == usual:
@@ -1078,7 +1080,7 @@ def _stage_run(values: dict[str, Any]) -> None:
 
 
 def layers(model: "Model", *, depth: int | None) -> None:
-    """List the layers of a model, what they give for one picture, and their parameters.
+    """List the layers of a model, what they give for one picture or text, and their parameters.
 
     Args:
         model: The model; ``model.input_size`` is the side in px of the example.
@@ -1095,7 +1097,9 @@ def layers(model: "Model", *, depth: int | None) -> None:
     if depth is not None and depth < 1:
         raise ConfigError(f"depth must be at least 1, not {depth}")
     side = model.preprocess.crop_px if model.preprocess else 224
-    example = torch.zeros(1, 3, side, side)
+    example: Any = torch.zeros(1, 3, side, side)
+    if model.tokenizer is not None:
+        example = model.tokenizer.pad(model.tokenizer.encode(["an example"])[0])
     table = layer_table(model.module, example, penultimate=model.layer, title=model.name)
     rows = [("layer", "type", "output shape", "parameters", "calls", "")]
     for layer in table:

@@ -43,8 +43,9 @@ class Source:
     Attributes:
         name: For files and tables.
         ids: n unique texts.
-        read: Item i, an upright RGB picture or a tensor, or what ``collate`` takes; the pair of it
-            and its label where ``labels_in_items``. Raises for an item that cannot be read.
+        read: Item i, an upright RGB picture, a text or a tensor, or what ``collate`` takes; the
+            pair of it and its label where ``labels_in_items``. Raises for an item that cannot be
+            read.
         fingerprint: Hash of what the items are: it decides whether rows are still theirs.
         item_hashes: Shape ``(n,)`` uint64, the same for each item by itself, to name those that
             changed; None where that would cost a pass.

@@ -1,5 +1,6 @@
 """Published weights: files in the caches of their libraries, fetched where they are not there."""
 
+import contextlib
 import re
 import socket
 import urllib.error
@@ -46,11 +47,13 @@ def from_url(name: str, url: str) -> Path:
     return path
 
 
-def _not_to_be_had(name: str, reason: object, remedy: str) -> ModelError:
+def _not_to_be_had(
+    name: str, reason: object, remedy: str, *, installed: str = "efficientnet_lite0"
+) -> ModelError:
+    own = "model.weights=null (random), model.checkpoint=FILE, or " * (installed != "minilm")
     return ModelError(
-        f"the weights of {name} cannot be downloaded ({reason}): {remedy}, or use "
-        "model.weights=null (random), model.checkpoint=FILE, or a model whose weights are "
-        "installed: model=efficientnet_lite0"
+        f"the weights of {name} cannot be downloaded ({reason}): {remedy}, or use {own}a model "
+        f"whose weights are installed: model={installed}"
     )
 
 
@@ -96,3 +99,53 @@ def from_hub(name: str, repository: str, file_name: str | None) -> Path:
         f"download {choices[0]} of huggingface.co/{repository} where there is a network (hf "
         f"download {repository}) and copy the cache to {constants.HF_HUB_CACHE}",
     )
+
+
+_TEXT_FILES = ("*.json", "*/config.json", "vocab.txt", "merges.txt", "*.model")
+_TEXT_WEIGHTS = (
+    ("model.safetensors", "model-*.safetensors"),
+    ("pytorch_model.bin", "pytorch_model-*.bin"),
+)
+
+
+def folder_from_hub(name: str, repository: str) -> Path:
+    """The files of a text encoder of the Hugging Face hub, out of its cache or downloaded into it.
+
+    Args:
+        name: Of the model, for the message.
+        repository: ``owner/name``, with or without ``@revision``.
+
+    Raises:
+        ModelError: They cannot be downloaded.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
+
+    repository, _, revision = repository.partition("@")
+    version = revision or None
+
+    def there(folder: Path) -> bool:
+        return (folder / "config.json").is_file() and any(
+            list(folder.glob(pattern)) for patterns in _TEXT_WEIGHTS for pattern in patterns
+        )
+
+    with contextlib.suppress(Exception):  # not in the cache, or an odd name, which is told below
+        folder = Path(snapshot_download(repository, revision=version, local_files_only=True))
+        if there(folder):
+            return folder
+    try:
+        # Asked once beforehand: the download itself would ask for half a minute.
+        get_hf_file_metadata(hf_hub_url(repository, "config.json", revision=version), timeout=10)
+        for weights in _TEXT_WEIGHTS:
+            patterns = [*_TEXT_FILES, *weights]
+            folder = Path(snapshot_download(repository, revision=version, allow_patterns=patterns))
+            if there(folder):
+                break
+        return folder
+    except Exception as error:  # the client raises those of its library for HTTP
+        raise _not_to_be_had(
+            name,
+            first_line(error),
+            f"download huggingface.co/{repository} where there is a network (hf download "
+            f"{repository}) and copy the cache to {constants.HF_HUB_CACHE}, or name a folder",
+            installed="minilm",
+        ) from error

@@ -29,7 +29,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from embedx import data as sources
-from embedx import fold, hooks, models, store
+from embedx import fold, hooks, models, store, text_data
 from embedx import pooling as pools
 from embedx.checks import checked
 from embedx.columns import concatenated
@@ -74,7 +74,7 @@ def extract(
     *,
     layers: str | Sequence[str] = "penultimate",
     pooling: str | Function | Sequence[str | Function] = "auto",
-    normalize: bool = False,
+    normalize: bool | None = None,
     batch_size: int | None = None,
     num_workers: int | Literal["auto"] | None = None,
     device: str | torch.device = "auto",
@@ -97,15 +97,16 @@ def extract(
 
     Args:
         model: A network, or a :class:`~embedx.models.Model` from :mod:`embedx.models`.
-        data: A folder of pictures, an array or tensor ``(n, ...)``, a map-style ``Dataset``, a
-            ``DataLoader`` of one, a :class:`~embedx.data.Source`, or
+        data: A folder of pictures, an array or tensor ``(n, ...)``, a list of texts, a map-style
+            ``Dataset``, a ``DataLoader`` of one, a :class:`~embedx.data.Source`, or
             :class:`~embedx.data.Shards`. Of a loader, rows are in the order of its Dataset, and its
             ``collate_fn`` makes the inputs.
         layers: Capture points, ``NAME[@CALL][:WHAT[.PATH]]``, globs, or ``penultimate``.
         pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``gap_last``, ``max``, ``gem``, ``cls``,
-            ``mean_token``, or a function ``(activation) -> (n, d)``; one for all points or one
-            each.
-        normalize: Scale each row to length 1 (L2).
+            ``mean_token``, ``max_token``, or a function ``(activation) -> (n, d)``; one for all
+            points or one each.
+        normalize: Scale each row to length 1 (L2); None for what the model was made for, at the
+            layer that ``penultimate`` means.
         batch_size: Samples in a forward pass; the loader's, or 64, where not given.
         num_workers: Processes that read and prepare the data, 0 for none; the loader's, or
             ``auto``, where not given: up to eight for files beside a GPU, else none, and files are
@@ -148,9 +149,11 @@ def extract(
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
     described = _as_model(model, preprocess=preprocess)
     source = _as_source(data, labels=labels, ids=ids, num_workers=num_workers)
-    if preprocess is not None and isinstance(source, Source) and source.collate is not None:
+    collates = isinstance(source, Source) and source.collate is not None
+    if collates and (preprocess is not None or described.tokenizer is not None):
+        what = f"the tokenizer of {described.name}" if preprocess is None else "preprocess="
         raise ConfigError(
-            "preprocess= and the collate_fn of the DataLoader both make the inputs; leave one out"
+            f"{what} and the collate_fn of the DataLoader both make the inputs; leave one out"
         )
     for note in (*described.notes, *source.warnings):
         log.warning(note)
@@ -172,7 +175,7 @@ def extract(
         source=source if isinstance(source, Source) else _ahead(source),
         points=points,
         poolings=pools.per_point(pooling, n_points=len(points)),
-        normalize=normalize,
+        normalize=_normalized(described, points, normalize),
         device=torch_device,
         precision=precision,
         dtype=np.dtype(dtype),
@@ -180,7 +183,12 @@ def extract(
         num_workers=(
             num_workers
             if isinstance(num_workers, int)
-            else _workers_for(source, torch_device, batch_size=batch_size)
+            else _workers_for(
+                source,
+                torch_device,
+                batch_size=batch_size,
+                tokenizes=described.tokenizer is not None,
+            )
         ),
         save_outputs=save_outputs,
         thumbnails=thumbnails,
@@ -257,7 +265,7 @@ class _Plan:
     source: Source
     points: list[hooks.Point]
     poolings: list[pools.Pooling]
-    normalize: bool
+    normalize: list[bool]
     device: torch.device
     precision: Precision
     dtype: np.dtype[Any]
@@ -278,7 +286,9 @@ class _Plan:
         # Other code may draw random numbers, or see the samples of a batch together.
         is_known = fold.is_known(self.model.module) and not self.has_own_pooling
         makes_batches = self.source.collate is not None
+        tokenizer = self.model.tokenizer
         return {
+            **({} if tokenizer is None else {"tokenizer": tokenizer.config()}),
             "model": self.model.source,
             "weights_sha256": self.model.weights_sha256,
             "code": self.model.code,
@@ -287,7 +297,7 @@ class _Plan:
             "layers": [point.name for point in self.points],
             "pooling": [one.name for one in self.poolings],
             "pooling_code": [one.code for one in self.poolings],
-            "normalize": self.normalize,
+            "normalize": self.normalize if len(set(self.normalize)) > 1 else self.normalize[0],
             "precision": self.precision,
             "dtype": self.dtype.name,
             "save_outputs": self.save_outputs,
@@ -302,6 +312,20 @@ class _Plan:
                 models.PREPROCESS_REVISION,
             ],
         }
+
+
+def _normalized(model: Model, points: Sequence[hooks.Point], asked: bool | None) -> list[bool]:
+    """Whether the rows of each point are scaled to length 1."""
+    if asked is not None:
+        return [asked] * len(points)
+    each = [model.normalizes and point.name == model.layer for point in points]
+    if any(each):
+        log.info(
+            "rows of %s are scaled to length 1, as the model was made for; normalize=false leaves "
+            "them as they are",
+            model.layer,
+        )
+    return each
 
 
 def _columns_sha256(source: Source) -> str:
@@ -353,6 +377,8 @@ def _as_source(
             look=look,
         )
         return dataclasses.replace(source, warnings=(*source.warnings, *_not_followed(data)))
+    elif text_data.are_texts(data):
+        return text_data.in_memory(data, labels=labels, ids=ids)
     else:
         _refuse_iterable(data)
         return sources.in_memory(data, labels=labels, ids=ids, look=look)
@@ -449,12 +475,15 @@ def _not_followed(loader: "torch.utils.data.DataLoader[Any]") -> list[str]:
     return said
 
 
-def _workers_for(source: Source | Shards, device: torch.device, *, batch_size: int) -> int:
+def _workers_for(
+    source: Source | Shards, device: torch.device, *, batch_size: int, tokenizes: bool
+) -> int:
     """How many processes read, where it is left to us; the rows are the same for any number."""
     # Beside a network on the same processors, a worker only takes turns with it: there the
     # pictures of a batch are read by threads, and then all processors multiply.
-    is_of_files = isinstance(source, Shards) or (source.reads_files and len(source) > batch_size)
-    if device.type == "cpu" or not is_of_files:
+    reads = isinstance(source, Shards) or source.reads_files or tokenizes
+    is_small = isinstance(source, Source) and len(source) <= batch_size
+    if device.type == "cpu" or not reads or is_small:
         return 0
     return max(1, min(n_threads() - 1, 8))
 
@@ -565,47 +594,78 @@ def _short(value: Any) -> str:
 
 # --------------------------------------------------------------------------- the loop
 
+# Texts are put in order of length within so many batches of them: the padding costs 1 % where one
+# batch of short and long texts has 40 %. What is read and committed together is the whole window.
+WINDOW_BATCHES = 32
+TOKENS_FIELD = "outputs/n_tokens"
+TEXT_CHARACTERS_MOST = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Items of one forward pass.
+
+    Attributes:
+        inputs: Shape ``(b, ...)``, or several such by the names of the model's arguments; for bad
+            items zeros, or copies of a good one where a ``collate_fn`` makes them.
+        rows: Their places in the batch, ascending or not; None where they are all of it.
+    """
+
+    inputs: Inputs
+    rows: Array | None = None
+
+    @property
+    def size(self) -> int:
+        one = self.inputs if isinstance(self.inputs, Tensor) else next(iter(self.inputs.values()))
+        return len(one)
+
+    def pin_memory(self) -> "_Piece":
+        if isinstance(self.inputs, Tensor):
+            return dataclasses.replace(self, inputs=self.inputs.pin_memory())
+        pinned = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        return dataclasses.replace(self, inputs=pinned)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Items of one forward pass; an item that could not be read keeps its slot.
+    """Items that are read and written together; one that could not be read keeps its row.
 
     Attributes:
         start: Row of the first item.
-        inputs: Shape ``(b, ...)``, or several such by the names of the model's arguments; for bad
-            items zeros, or copies of a good one where a ``collate_fn`` makes them; None if every
-            one is bad.
+        pieces: What goes through the model, a forward pass each; none if every item is bad.
         reasons: Why an item is bad, by its place in the batch.
         thumbnails: Shape ``(b, side, side, 3)`` uint8, or None.
         labels: Shape ``(b,)`` int32 where the items hold them, -1 for bad items; or None.
         size: b.
         are_pixels: Whether they came out of the preprocessing; tensors enter as they are.
+        n_tokens: Shape ``(b,)`` int32 where the items are texts: how long they are before they are
+            cut, -1 for bad items; or None.
         fatal: Why the run cannot go on; an exception would carry a worker's traceback.
     """
 
     start: int
-    inputs: Inputs | None
+    pieces: tuple[_Piece, ...]
     reasons: dict[int, str]
     thumbnails: Array | None
     labels: Array | None
     size: int
     are_pixels: bool = False
+    n_tokens: Array | None = None
     fatal: EmbedxError | None = None
 
     @property
     def kept(self) -> dict[str, Array]:
         """What was read of the items beside the inputs, by the name of its dataset."""
-        both = {"thumbnails": self.thumbnails, "labels": self.labels}
-        return {name: array for name, array in both.items() if array is not None}
+        all_of_it = {
+            "thumbnails": self.thumbnails,
+            "labels": self.labels,
+            TOKENS_FIELD: self.n_tokens,
+        }
+        return {name: array for name, array in all_of_it.items() if array is not None}
 
     def pin_memory(self) -> "_Batch":
         """The same with its inputs where a GPU can copy them from while it computes."""
-        inputs: Inputs | None = self.inputs
-        if isinstance(inputs, Tensor):
-            inputs = inputs.pin_memory()
-        elif inputs is not None:
-            inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-        return dataclasses.replace(self, inputs=inputs)
+        return dataclasses.replace(self, pieces=tuple(one.pin_memory() for one in self.pieces))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -625,9 +685,12 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
     def __init__(self, plan: _Plan, *, first_row: int) -> None:
         self._source = plan.source
         self._preprocess = plan.model.preprocess
+        self._tokenizer = plan.model.tokenizer
+        self._title = plan.model.name
         self._only_pictures = plan.only_pictures
         self._side_px = plan.thumbnails
-        self._batch_size = plan.batch_size
+        self._pass_size = plan.batch_size
+        self._batch_size = plan.batch_size * (1 if self._tokenizer is None else WINDOW_BATCHES)
         self._first_row = first_row
         # A random crop, say: drawn from the seed of its row, as what the data themselves draw.
         prepares_alone = self._preprocess is None or not self._preprocess.is_own
@@ -644,14 +707,15 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         try:
             return self._read(number)
         except EmbedxError as error:
-            return _Batch(0, None, {}, None, None, 0, fatal=error)
+            return _Batch(0, (), {}, None, None, 0, fatal=error)
 
     def _read(self, number: int) -> _Batch:
         start = self._first_row + number * self._batch_size
         size = min(self._batch_size, len(self._source) - start)
         collate = self._source.collate
         good: dict[int, Any] = {}
-        stacked: Inputs | None
+        pieces: list[_Piece] = []
+        n_tokens = None if self._tokenizer is None else np.full(size, -1, np.int32)
         reasons: dict[int, str] = {}
         miniatures: Array | None = None
         labels = np.full(size, -1, np.int32) if self._source.labels_in_items else None
@@ -674,16 +738,35 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 f"{self._source.ids[kinds[False]]} is a tensor; give all samples as the same"
             )
         if not good:
-            stacked = None
+            pass
+        elif n_tokens is not None:
+            pieces = self._tokenized(good, n_tokens)
         elif collate is None:
-            stacked = self._stack(good, size, start)
+            pieces.append(_Piece(self._stack(good, size, start)))
         else:
             # A collate_fn takes whole batches: a copy of a good item holds the place of a bad one.
             filler = next(iter(good.values()))
             if self._source.draws:
                 sources.seed_random(start)
-            stacked = self._collate([good.get(i, filler) for i in range(size)], start)
-        return _Batch(start, stacked, reasons, miniatures, labels, size, True in kinds)
+            inputs = self._collate([good.get(i, filler) for i in range(size)], start)
+            pieces.append(_Piece(inputs))
+        return _Batch(
+            start, tuple(pieces), reasons, miniatures, labels, size, True in kinds, n_tokens
+        )
+
+    def _tokenized(self, texts: Mapping[int, str], n_tokens: Array) -> list[_Piece]:
+        """Passes of texts of like length, the longest first; their lengths go to ``n_tokens``."""
+        assert self._tokenizer is not None
+        places = np.array(list(texts))
+        ids, n_tokens[places] = self._tokenizer.encode(list(texts.values()))
+        order = np.argsort([-len(one) for one in ids], kind="stable")
+        return [
+            _Piece(self._tokenizer.pad([ids[i] for i in few]), places[few])
+            for few in (
+                order[first : first + self._pass_size]
+                for first in range(0, len(order), self._pass_size)
+            )
+        ]
 
     def _items(self, rows: range) -> Iterable[_Item]:
         if self._n_threads == 1:
@@ -705,6 +788,8 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             picture = item if collate is None else sources.picture(item)
             if self._side_px and isinstance(picture, Image.Image):
                 miniature = sources.thumbnail(picture, self._side_px)
+            if self._tokenizer is not None:
+                return _Item(self._text(item), False, label, None)
             prepared = self._prepare(item) if collate is None else item
             is_pixels = collate is None and isinstance(item, Image.Image)
             return _Item(prepared, is_pixels, label, miniature)
@@ -718,7 +803,30 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         except Exception as error:
             return _Item(None, False, label, miniature, _reason(error))
 
+    def _text(self, item: Any) -> str:
+        if isinstance(item, str):
+            if len(item) > TEXT_CHARACTERS_MOST:
+                raise DataError(
+                    f"a text of {len(item):,} characters, and at most {TEXT_CHARACTERS_MOST:,} are "
+                    "taken; split it"
+                )
+            item.encode()
+            return item
+        if text_data.is_missing(item):
+            raise DataError("the text is missing")
+        is_picture = isinstance(item, Image.Image)
+        raise ConfigError(
+            f"the data are {'pictures' if is_picture else type(item).__name__}, and {self._title} "
+            "takes texts; give data=text data.path=FILE or a list of texts, or choose a model of "
+            "pictures, such as model=resnet18"
+        )
+
     def _prepare(self, item: Any) -> Inputs:
+        if isinstance(item, str):
+            raise ConfigError(
+                f"the data are texts, and {self._title} has no tokenizer; choose a model of texts: "
+                "model=minilm, or model=hf model.name=FOLDER"
+            )
         if isinstance(item, Image.Image):
             if self._preprocess is None:
                 raise ConfigError(
@@ -840,6 +948,7 @@ def _start_worker(_: int) -> None:
     """Ctrl-C reaches every process of the group: the parent decides; without it, end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["OMP_NUM_THREADS"] = "1"  # there is a process for each processor
     parent = os.getppid()
 
     def end_with_parent() -> None:
@@ -902,7 +1011,8 @@ def _run(
             raise Interrupted(
                 f"stopped by {stop.name} when {path} was complete", signal_number=stop.number
             )
-    _report(filled.writer, path, seconds=time.monotonic() - started, rate=filled.rate)
+    seconds = time.monotonic() - started
+    _report(plan, filled.writer, path, seconds=seconds, rate=filled.rate)
 
 
 def _id_of(path: Path) -> str | None:
@@ -958,7 +1068,7 @@ def _fill(
     path: Path,
     attrs: Mapping[str, Any],
     *,
-    forward: Callable[[_Batch], "_Results"],
+    forward: Callable[[_Batch, _Piece], "_Results"],
     stop: _Stop,
     overwrite: bool = False,
     fields: Sequence[Field] | None = None,
@@ -1010,7 +1120,9 @@ def _fill(
         prepared = plan.model.preprocess
         if plan.source.draws or (prepared is not None and prepared.is_own):
             stack.enter_context(sources.random_put_back())
-        progress = stack.enter_context(Progress(n_rows, what=title or "extract", done=first_row))
+        progress = stack.enter_context(
+            Progress(n_rows, what=title or "extract", done=first_row, unit=_unit(plan))
+        )
         for batch in _started(loader):
             if batch.fatal is not None:
                 raise batch.fatal
@@ -1022,8 +1134,17 @@ def _fill(
                     f"row {row}{of}, {plan.source.ids[row]}: {batch.reasons[min(batch.reasons)]}; "
                     "mend or remove it, or go on without such rows: on_error=skip"
                 )
-            results = forward(batch) if batch.inputs is not None else None
-            if writer is None and results is None:
+            done: list[tuple[_Piece, _Results]] = []
+            for piece in batch.pieces:
+                if stop.number and done:  # a window of texts may take minutes
+                    break
+                done.append((piece, forward(batch, piece)))
+                progress.advance(piece.size)
+            is_whole = len(done) == len(batch.pieces)
+            results = _joined(batch, done) if done and is_whole else None
+            if not is_whole:
+                pass
+            elif writer is None and results is None:
                 waiting.append(batch)
             else:
                 if writer is None:
@@ -1033,8 +1154,8 @@ def _fill(
                     for earlier in waiting:
                         _append(writer, earlier, None, plan.source)
                 _append(writer, batch, results, plan.source)
-            progress.advance(batch.size)
-            if stop.number and batch.start + batch.size < n_rows:
+            progress.advance(batch.size - sum(piece.size for piece, _ in done))
+            if stop.number and not (is_whole and batch.start + batch.size == n_rows):
                 if writer is not None:
                     writer.commit()
                 kept = writer.rows_done if writer is not None else 0
@@ -1140,7 +1261,7 @@ def _run_shards(
                 run(number, most=sizes[number])
     writer = _join([done[number] for number in sorted(done)], path, attrs, config=config)
     seconds = time.monotonic() - started
-    _report(writer, path, seconds=seconds, rate=n_new / max(seconds, 1e-9))
+    _report(plan, writer, path, seconds=seconds, rate=n_new / max(seconds, 1e-9))
 
 
 def _join(
@@ -1212,26 +1333,47 @@ def _started(loader: "torch.utils.data.DataLoader[T]") -> Iterable[T]:
         ) from error
 
 
-def _report(writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:
+def _say_cut(path: Path, *, most: int) -> None:
+    n_tokens = store.open(path).outputs[TOKENS_FIELD.partition("/")[2]]
+    n_cut = int((n_tokens > most).sum())
+    if n_cut:
+        log.warning(
+            "%s of %s texts are longer than %s tokens, up to %s: what comes after is not in their "
+            "rows; the column n_tokens has their lengths, and model.max_length may allow more",
+            f"{n_cut:,}",
+            f"{len(n_tokens):,}",
+            most,
+            f"{n_tokens.max():,}",
+        )
+
+
+def _unit(plan: _Plan) -> str:
+    return "images" if plan.model.tokenizer is None else "texts"
+
+
+def _report(plan: _Plan, writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:
     shapes = ", ".join(
         f"{field.name.removeprefix('embeddings/')} ({field.shape[0]} {field.dtype})"
         for field in writer.fields
         if field.name.startswith("embeddings/")
     )
     log.info(
-        "wrote %s: %s rows, %s failed, %s, %.1f s, %.1f images/s",
+        "wrote %s: %s rows, %s failed, %s, %.1f s, %.1f %s/s",
         path,
         f"{writer.n_rows:,}",
         f"{writer.n_failed:,}",
         shapes,
         seconds,
         rate,
+        _unit(plan),
     )
     if writer.n_failed:
         reasons = store.read_reasons(path)
         for reason in reasons[:3]:
             log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
         log.warning("all %s failed rows: %s", f"{writer.n_failed:,}", store.errors_path(path))
+    if plan.model.tokenizer is not None:
+        _say_cut(path, most=plan.model.tokenizer.max_length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1241,6 +1383,30 @@ class _Results:
     arrays: dict[str, Array]
     attrs: dict[str, dict[str, Any]]
     not_finite: dict[int, str]
+
+
+def _joined(batch: _Batch, done: Sequence[tuple[_Piece, _Results]]) -> _Results:
+    """What the passes of a batch gave, in the order of its rows."""
+    (piece, first), *others = done
+    if piece.rows is None and not others:
+        return first
+    arrays = {
+        name: np.full((batch.size, *array.shape[1:]), _unset(array.dtype), array.dtype)
+        for name, array in first.arrays.items()
+    }
+    bad: dict[int, str] = {}
+    for piece, results in done:
+        assert piece.rows is not None
+        bad |= results.not_finite
+        for name, array in results.arrays.items():
+            if array.shape[1:] != arrays[name].shape[1:]:
+                raise ShapeError(
+                    f"{name} has shape {array.shape[1:]} for some texts and "
+                    f"{arrays[name].shape[1:]} for others; choose a pooling that gives one length, "
+                    "such as pooling=mean_token"
+                )
+            arrays[name][piece.rows] = array
+    return _Results(arrays, first.attrs, bad)
 
 
 @contextlib.contextmanager
@@ -1293,43 +1459,45 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                         plan.model.name,
                     )
 
-        def forward(batch: _Batch) -> _Results:
+        def forward(batch: _Batch, piece: _Piece) -> _Results:
             nonlocal is_checked
-            assert batch.inputs is not None
+            first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
             with (
                 torch.no_grad(),  # inference tensors in a model's own cache could not be trained on
                 torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
             ):
-                inputs = _placed(batch.inputs, plan.device)
+                inputs = _placed(piece.inputs, plan.device)
                 if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
                     inputs = prepared.normalize(inputs)
                 if is_known:
                     inputs = _channels_last(inputs)
-                given = {} if isinstance(batch.inputs, Tensor) else batch.inputs
+                given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
                 mask = token_mask(given, spellings=rows.spellings)
                 rows.mask = None if mask is None else mask.to(plan.device)
                 rows.picture = picture_size(
                     [inputs] if isinstance(inputs, Tensor) else inputs.values()
                 )
-                _seed(batch.start, plan.device)
+                _seed(first, plan.device)
                 output = hooks.run_model(module, inputs, title=plan.model.name)
                 try:
-                    arrays, attrs = rows.arrays(got, n=batch.size)
+                    arrays, attrs = rows.arrays(got, n=piece.size)
                 except LayerError as error:
                     last = batch.start + batch.size - 1
                     raise LayerError(f"rows {batch.start} to {last}: {error}") from None
                 if plan.save_outputs:
-                    logits = _logits(output, plan.model.name, batch.size)
+                    logits = _logits(output, plan.model.name, piece.size)
                     arrays["outputs/logits"] = logits
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
                 # The first pass was whole: it has shown that each layer runs once.
                 got.stops_early = is_known and not plan.save_outputs
-                if not is_checked and batch.size > 1:
+                if not is_checked and piece.size > 1:
                     is_checked = True
-                    if batch.size in _other_sizes(inputs) | rows.other_sizes:
-                        _require_samples_first(plan, got, rows, inputs, n=batch.size)
+                    if piece.size in _other_sizes(inputs) | rows.other_sizes:
+                        _require_samples_first(plan, got, rows, inputs, n=piece.size)
                 look_what_is_kept()
-            bad = {i: why for i, why in not_finite(arrays).items() if i not in batch.reasons}
+            places = range(piece.size) if piece.rows is None else piece.rows.tolist()
+            odd = {places[i]: why for i, why in not_finite(arrays).items()}
+            bad = {i: why for i, why in odd.items() if i not in batch.reasons}
             return _Results(arrays, attrs, bad)
 
         yield forward
@@ -1526,10 +1694,10 @@ def _append(writer: store.Writer, batch: _Batch, results: _Results | None, sourc
             )
         if array is None:
             array = np.empty((batch.size, *field.shape), field.dtype)
-            array[...] = _blank(field)
+            array[...] = _unset(field.dtype)
         elif bad and field.name not in ("thumbnails", "labels"):
             array = array.copy()
-            array[bad] = _blank(field)
+            array[bad] = _unset(field.dtype)
         rows[field.name] = array
     status = np.full(batch.size, Status.OK, np.uint8)
     status[bad] = Status.FAILED
@@ -1537,5 +1705,6 @@ def _append(writer: store.Writer, batch: _Batch, results: _Results | None, sourc
     writer.append(rows, status=status, reasons=listed)
 
 
-def _blank(field: Field) -> float | int:
-    return {"f": np.nan, "u": 255, "i": -1}[field.dtype.kind]
+def _unset(dtype: np.dtype[Any]) -> float | int:
+    """What stands where there is no number of a row."""
+    return {"f": np.nan, "u": 255, "i": -1}[dtype.kind]

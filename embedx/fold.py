@@ -13,7 +13,7 @@ from embedx.fingerprints import methods
 from embedx.hooks import Point
 
 # Packages whose networks are functions of their input: they keep nothing between layers or passes.
-_KNOWN = ("torch.nn.", "torchvision.", "timm.", "efficientnet_lite_pytorch.")
+_KNOWN = ("torch.nn.", "torchvision.", "timm.", "transformers.", "efficientnet_lite_pytorch.")
 # Where methods of their classes, and what is wrapped around these, come from.
 _WRITERS = ("torch.", *_KNOWN, "contextlib.", "functools.", "typing_extensions.")
 

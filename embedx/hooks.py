@@ -775,6 +775,46 @@ def _sums(parameter: Tensor) -> Tensor:
     return bits.flatten(1).sum(1) if bits.ndim > 1 else bits.clone()
 
 
+def find_output(
+    module: nn.Module, inputs: Mapping[str, Tensor], part: Callable[[Any], Tensor], *, title: str
+) -> Point:
+    """The layer that gives a part of what a model gives, and is the last that does.
+
+    Args:
+        module: The model; it is left as it was.
+        inputs: Of an example pass.
+        part: From what the model gives to the tensor that is looked for.
+        title: What the user calls the model, for the message.
+
+    Raises:
+        LayerError: No layer gives that very tensor.
+        ModelError: The pass failed.
+    """
+    given: list[tuple[str, Tensor]] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                given.append((name, output))
+
+        return after
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_FAST_PATHS_OFF)
+        for name, child in module.named_modules():
+            if name:
+                stack.callback(child.register_forward_hook(watch(name)).remove)
+        with undisturbed(module), torch.no_grad():
+            wanted = part(run_model(module, inputs, title=title))
+    for name, tensor in reversed(given):
+        if tensor is wanted:
+            return Point(name)
+    raise LayerError(
+        f"no layer of {title} gives what the model gives; name the one that is meant: "
+        "model.layer=NAME, see: python -m embedx layers"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """One row of the table of layers.
@@ -797,13 +837,17 @@ class Layer:
 
 
 def layer_table(
-    module: nn.Module, example: Tensor, *, penultimate: str | None = None, title: str = "the model"
+    module: nn.Module,
+    example: Tensor | Mapping[str, Tensor],
+    *,
+    penultimate: str | None = None,
+    title: str = "the model",
 ) -> list[Layer]:
     """Every module of a model with what one example pass shows of it.
 
     Args:
         module: The model; it is left exactly as it was.
-        example: Input of one pass.
+        example: Input of one pass, or several by the names of the model's arguments.
         penultimate: The point marked as such; found where it is not given.
         title: What the user calls the model, for the message.
 

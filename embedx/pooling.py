@@ -164,18 +164,43 @@ def mean_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
     _expect(activation, "mean_token", (3,), "(n, t, d)")
     if mask is None:
         return activation.mean(1)
-    if mask.shape != activation.shape[:2]:
-        raise ShapeError(
-            f"the mask has shape {tuple(mask.shape)} and the tokens {tuple(activation.shape)}; "
-            "give one value a token"
-        )
-    is_token = mask.bool().unsqueeze(2)
+    is_token = _is_token(activation, mask)
     # Padding may hold anything, NaN too, and 0 * NaN is NaN.
     kept = torch.where(is_token, activation, 0)
     # A sum in half precision overflows long before a mean does.
     wide = torch.promote_types(activation.dtype, torch.float32)
     mean = kept.sum(1, dtype=wide) / is_token.sum(1)
     return mean.to(activation.dtype) if activation.is_floating_point() else mean
+
+
+def max_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Take the largest value of each feature over the tokens, padding left out.
+
+    Args:
+        activation: Tokens, shape ``(n, t, d)``, floating point.
+        mask: Shape ``(n, t)``, true or 1 for a token and false or 0 for padding; None where all
+            are tokens.
+
+    Returns:
+        Shape ``(n, d)``; -inf for a sample of padding alone.
+
+    Raises:
+        ShapeError: ``activation`` is not 3-dimensional, or ``mask`` is not of its shape.
+    """
+    _expect(activation, "max_token", (3,), "(n, t, d)")
+    if mask is None:
+        return activation.amax(1)
+    return torch.where(_is_token(activation, mask), activation, -torch.inf).amax(1)
+
+
+def _is_token(activation: Tensor, mask: Tensor) -> Tensor:
+    """A mask as booleans ``(n, t, 1)``."""
+    if mask.shape != activation.shape[:2]:
+        raise ShapeError(
+            f"the mask has shape {tuple(mask.shape)} and the tokens {tuple(activation.shape)}; "
+            "give one value a token"
+        )
+    return mask.bool().unsqueeze(2)
 
 
 POOLINGS: dict[str, Function] = {
@@ -187,6 +212,7 @@ POOLINGS: dict[str, Function] = {
     "gem": gem,
     "cls": cls,
     "mean_token": mean_token,
+    "max_token": max_token,
 }
 
 
@@ -232,7 +258,7 @@ def _expect(activation: Tensor, name: str, ndims: tuple[int, ...], form: str) ->
 
 
 def _choices(activation: Tensor) -> str:
-    fitting = {2: ["none"], 3: ["cls", "mean_token", "flatten"]}.get(
+    fitting = {2: ["none"], 3: ["cls", "mean_token", "max_token", "flatten"]}.get(
         activation.ndim, ["gap", "max", "gem", "flatten"]
     )
     if _may_be_channels_last(activation):

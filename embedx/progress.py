@@ -18,12 +18,14 @@ class Progress:
         total: Samples in all.
         done: Samples that were done before, when resuming.
         what: What is being done, one word.
+        unit: What a sample is, several of them.
     """
 
-    def __init__(self, total: int, *, what: str, done: int = 0) -> None:
+    def __init__(self, total: int, *, what: str, done: int = 0, unit: str = "images") -> None:
         self._total = total
         self._done = self._first = done
         self._what = what
+        self._unit = unit
         self._started = self._logged = time.monotonic()
         self._bar = None
         if shows_bars and sys.stderr.isatty():
@@ -33,7 +35,7 @@ class Progress:
                 total=total,
                 initial=done,
                 desc=what,
-                unit=" images",
+                unit=f" {unit}",
                 dynamic_ncols=True,
                 leave=False,
             )
@@ -66,10 +68,11 @@ class Progress:
             self._logged = now
             left_s = (self._total - self._done) / max(self.rate, 1e-9)
             log.info(
-                "%s: %s of %s images, %.1f a second, %.0f s left",
+                "%s: %s of %s %s, %.1f a second, %.0f s left",
                 self._what,
                 f"{self._done:,}",
                 f"{self._total:,}",
+                self._unit,
                 self.rate,
                 left_s,
             )

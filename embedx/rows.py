@@ -23,7 +23,8 @@ class Rows:
         points: The capture points.
         poolings: One for each.
         dtype: Of the arrays.
-        normalize: Whether rows are scaled to length 1 (L2); a row of zeros stays zero.
+        normalize: Whether rows are scaled to length 1 (L2), of all points or of each; a row of
+            zeros stays zero.
         tokens: The pooling that ``auto`` means for tokens.
 
     Attributes:
@@ -39,7 +40,7 @@ class Rows:
         poolings: Sequence[pooling.Pooling],
         *,
         dtype: np.dtype[Any],
-        normalize: bool,
+        normalize: bool | Sequence[bool],
         tokens: str | None = None,
     ) -> None:
         self.mask: Tensor | None = None
@@ -48,7 +49,8 @@ class Rows:
         self._points = list(points)
         self._poolings = dict(zip((p.name for p in points), poolings, strict=True))
         self._dtype = dtype
-        self._normalize = normalize
+        each = [normalize] * len(points) if isinstance(normalize, bool) else normalize
+        self._normalize = dict(zip((p.name for p in points), each, strict=True))
         self._tokens = tokens
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -155,7 +157,7 @@ class Rows:
                     "hold; choose another layer"
                 )
             values = rows.float().cpu().numpy()
-            if self._normalize:
+            if self._normalize[point.name]:
                 values = _of_length_one(values)
             field = store.embeddings_field(
                 point.name, n_features=rows.shape[1], dtype=self._dtype, attrs={}
@@ -166,7 +168,7 @@ class Rows:
                 "layer": point.layer,
                 "what": point.what,
                 "pooling": self._poolings[point.name].name,
-                "normalized": self._normalize,
+                "normalized": self._normalize[point.name],
                 "activation_shape": list(self._shapes[point.name]),
             }
         return arrays, attrs

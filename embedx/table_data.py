@@ -11,8 +11,8 @@ import numpy as np
 
 from embedx.columns import Column, shortened, storable, unique_names
 from embedx.data import FileReader, Source, file_hashes, limited, name_of
-from embedx.errors import ConfigError, DataError, listed, nearest, short
-from embedx.table_files import Table, is_label_name, plain_name, read_table
+from embedx.errors import ConfigError, DataError, listed, short
+from embedx.table_files import Table, label_column, plain_name, read_table, require_column
 
 # Names of columns, in lower case and without what separates words in them.
 PATH_NAMES = frozenset(
@@ -63,7 +63,7 @@ def table(
     limited(0, limit)
     read = read_table(where, limit=limit, delimiter=delimiter)
     by = _path_column(read, column)
-    label_by = _label_column(read, label, taken=(by, id))
+    label_by = label_column(read, label, taken=(by, id))
     top = where.parent if root is None else Path(root).expanduser()
     if not top.is_dir():
         raise DataError(f"data.root {root} is no folder; name the one that the paths count from")
@@ -118,26 +118,12 @@ def table(
 # --------------------------------------------------------------------------- columns
 
 
-def _require_column(read: Table, name: str, key: str) -> str:
-    if name in read.homeless:
-        raise ConfigError(
-            f"data.{key}={name}: that column of {read.path} is {read.homeless[name]}"
-            + (_PICTURES if key == "column" else "; name one of numbers or texts")
-        )
-    if name not in read.names:
-        raise ConfigError(
-            f"data.{key}={name} is no column of {read.path}; the nearest are "
-            f"{', '.join(map(short, nearest(name, read.names)))}, and all are {listed(read.names)}"
-        )
-    return name
-
-
 _PICTURES = ", and paths are texts; where it holds pictures themselves: data=huggingface"
 
 
 def _path_column(read: Table, column: str | None) -> str:
     if column is not None:
-        return _require_column(read, column, "column")
+        return require_column(read, column, "column", instead=_PICTURES)
     found = [name for name in read.names if plain_name(name) in PATH_NAMES]
     if len(found) == 1:
         return found[0]
@@ -156,24 +142,10 @@ def _path_column(read: Table, column: str | None) -> str:
     )
 
 
-def _label_column(read: Table, label: str | None, *, taken: Sequence[str | None]) -> str | None:
-    if label == "none":
-        return None
-    if label is not None:
-        return _require_column(read, label, "label")
-    found = [name for name in read.names if is_label_name(name) and name not in taken]
-    if len(found) > 1:
-        raise ConfigError(
-            f"{read.path} has the columns {listed(found)}; say which has the labels: "
-            f"data.label={found[0]}, or none"
-        )
-    return found[0] if found else None
-
-
 def _ids(read: Table, paths: Sequence[str], column: str | None) -> tuple[list[str], list[str]]:
     """Unique ids, and what is to be said of them."""
     if column is not None:
-        return read.ids(_require_column(read, column, "id")), []
+        return read.ids(require_column(read, column, "id")), []
     ids, n_again = unique_names([storable(path) or "(no path)" for path in paths])
     said = f"{n_again:,} rows have a path that came before: their ids are PATH#2, PATH#3, ..."
     return ids, [said] if n_again else []

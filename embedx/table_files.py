@@ -18,7 +18,15 @@ from embedx.columns import (
     indexed,
     storable,
 )
-from embedx.errors import DataError, first_line, listed, missing_extra, short
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    first_line,
+    listed,
+    missing_extra,
+    nearest,
+    short,
+)
 from embedx.matrix import Array
 
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
@@ -108,6 +116,51 @@ class Table:
         return texts
 
 
+def require_column(
+    read: Table, name: str, key: str, *, instead: str = "; name one of numbers or texts"
+) -> str:
+    """A column that a user named.
+
+    Args:
+        read: The table.
+        name: Of the column.
+        key: Of the setting that names it, for the message.
+        instead: What to do where it holds lists, structures or bytes.
+
+    Raises:
+        ConfigError: There is none of that name, or it has no place in a file of rows.
+    """
+    if name in read.homeless:
+        raise ConfigError(
+            f"data.{key}={name}: that column of {read.path} is {read.homeless[name]}{instead}"
+        )
+    if name not in read.names:
+        raise ConfigError(
+            f"data.{key}={name} is no column of {read.path}; the nearest are "
+            f"{', '.join(map(short, nearest(name, read.names)))}, and all are {listed(read.names)}"
+        )
+    return name
+
+
+def label_column(read: Table, label: str | None, *, taken: Sequence[str | None]) -> str | None:
+    """The column of labels: the one named, or the only one that is called so; None for none.
+
+    Raises:
+        ConfigError: There is none of that name, or several could be it.
+    """
+    if label == "none":
+        return None
+    if label is not None:
+        return require_column(read, label, "label")
+    found = [name for name in read.names if is_label_name(name) and name not in taken]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{read.path} has the columns {listed(found)}; say which has the labels: "
+            f"data.label={found[0]}, or none"
+        )
+    return found[0] if found else None
+
+
 _UNSTORABLE = f"NUL in it, or more than {TEXT_BYTES_MOST:,} bytes"
 
 
@@ -187,6 +240,7 @@ def _lines(file: Any, path: Path) -> Iterator[str]:
 
 
 def _read_text(path: Path, limit: int | None, delimiter: str) -> Table:
+    before = csv.field_size_limit(_LINE_BYTES)  # a text may be longer than a cell of a sheet
     try:
         with path.open("rb") as file:
             lines = _lines(file, path)
@@ -203,6 +257,8 @@ def _read_text(path: Path, limit: int | None, delimiter: str) -> Table:
                 ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its rights") from None
+    finally:
+        csv.field_size_limit(before)
 
 
 def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Table:

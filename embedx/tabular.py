@@ -102,6 +102,8 @@ def atlas(
     columns = {**about_rows(embeddings, rows, names), **own}
     made = [_plain(name, values) for name, values in columns.items()]
     named = {"x": "x", "y": "y"}
+    if "text" in embeddings.metadata:
+        named["text"] = "text"
     if embeddings.thumbnails is not None:
         made.append(_pictures("image", embeddings.thumbnails, rows))
         named["image"] = "image"

@@ -491,6 +491,17 @@ def test_every_point_is_drawn_in_the_colour_of_its_class(page: Page) -> None:
     assert page.errors() == []
 
 
+RIGHT_TO_LEFT = "\u05e9\u05dc\u05d5\u05dd, 42 items"
+
+
+def text_run(folder: Path) -> Path:
+    """A run over texts: long ones, markup, one from right to left."""
+    texts = [f"sentence number {i} " + "and so on " * (i % 2) for i in range(60)]
+    texts[3], texts[4], texts[5] = HOSTILE, RIGHT_TO_LEFT, "very long " * 100
+    n_tokens = np.arange(60, dtype=np.int32) + 3
+    return make_run(folder, metadata={"size": n_tokens * 0.5, "text": texts})
+
+
 @pytest.mark.browser
 def test_nothing_from_the_data_became_an_element_of_the_page(page: Page) -> None:
     assert page.run("return window.wrong") is None
@@ -921,3 +932,49 @@ def test_a_tap_on_a_phone_shows_what_was_chosen_and_tables_scroll_sideways(odd: 
     assert "Scores of the maps" in names
     assert odd.run("return document.getElementById('table').getAttribute('aria-labelledby')")
     assert odd.errors() == []
+
+
+@pytest.mark.browser
+def test_texts_are_shown_where_ids_would_be_and_run_their_own_way(
+    driver: Any, tmp_path: Path
+) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    path = text_run(tmp_path)
+    view(path, viewer="report")
+    page = Page(driver, path.parent / "report.html")
+    page.run("report.choose(4)")
+    shown = page.run(
+        "const dd = document.querySelector('#chosen dd');"
+        "return [dd.textContent, getComputedStyle(dd).direction]"
+    )
+    assert shown == [RIGHT_TO_LEFT, "rtl"]
+    near = page.run(
+        "return [...document.querySelectorAll('#near .name')].map((e) => e.textContent)"
+    )
+    texts = store.open(path).metadata["text"]
+    assert len(near) == 8
+    assert all(any(name.startswith(text) for text in texts) for name in near)
+    page.run(
+        "const s = document.getElementById('search'); s.value = 'onerror';"
+        "s.dispatchEvent(new Event('input'))"
+    )
+    page.still()
+    assert HOSTILE in page.run("return document.getElementById('matches').textContent")
+    assert page.run("return window.wrong") is None
+    _, at = page.pixels()
+    element = page.driver.find_element("id", "map")
+    box = element.rect
+    x, y = at[5] - [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+    ActionChains(page.driver).move_to_element_with_offset(element, int(x), int(y)).perform()
+    page.still()
+    tip = page.run("return document.getElementById('tip').textContent")
+    assert "sentence" in tip or "long" in tip or RIGHT_TO_LEFT in tip or HOSTILE in tip
+    # Of a long text six lines are shown.
+    tall = page.run(
+        "const tip = document.getElementById('tip'); const dd = tip.querySelector('dd');"
+        "dd.textContent = 'very long '.repeat(100);"
+        "return dd.offsetHeight / parseFloat(getComputedStyle(dd).lineHeight)"
+    )
+    assert 5.5 < tall < 6.5
+    assert page.errors() == []

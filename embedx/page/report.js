@@ -38,6 +38,7 @@
     }
   });
   const label = data.label === null ? null : data.columns[data.label];
+  const said = data.columns.find((c) => c.name === 'text');
   for (const map of data.maps) {
     map.coords = floats(map.coords);
     frame(map);
@@ -340,10 +341,11 @@
     if (image) made.push(image);
     made.push(make('strong', data.ids[i]));
     const list = make('dl');
-    const columns = [...data.columns, ...(state.map.column ? [state.map.column] : [])];
+    const rest = data.columns.filter((c) => c !== said);  // what a sample is comes before the rest
+    const columns = [said, ...rest, state.map.column].filter(Boolean);
     for (const column of columns.slice(0, most)) {
       const text = textOf(column, i);
-      if (text !== '') list.append(make('dt', column.name), make('dd', text));
+      if (text !== '') list.append(make('dt', column.name), make('dd', text, { dir: 'auto' }));
     }
     made.push(list);
     return made;
@@ -397,9 +399,9 @@
     const button = make('button', null, { type: 'button' });
     const image = picture(i, 32);
     if (image) button.append(image);
-    const short = data.ids[i].split('/').pop() || data.ids[i];
+    const short = (said && textOf(said, i)) || data.ids[i].split('/').pop() || data.ids[i];
     const text = [short, ...(label ? [textOf(label, i)] : [])].filter(Boolean).join(' \u00b7 ');
-    button.append(make('span', text, { class: 'name', title: data.ids[i] }));
+    button.append(make('span', text, { class: 'name', title: data.ids[i], dir: 'auto' }));
     button.addEventListener('click', () => {
       const list = button.closest('#near');
       const place = list ? [...list.children].indexOf(button.parentElement) : -1;
@@ -608,7 +610,7 @@
       const button = make('button', data.ids[i], { type: 'button' });
       button.addEventListener('click', () => { choose(i); at('map').focus(); });
       cell.append(button);
-      row.append(cell, ...data.columns.map((c) => make('td', textOf(c, i), c.is_number ? { class: 'number' } : {})));
+      row.append(cell, ...data.columns.map((c) => make('td', textOf(c, i), c.is_number ? { class: 'number' } : { dir: 'auto' })));
       return row;
     });
     table.tBodies[0].replaceChildren(...rowsShown);

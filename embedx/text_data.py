@@ -1,0 +1,313 @@
+"""Texts as samples: lines of a file, a column of a table, or a list."""
+
+import dataclasses
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embedx import data
+from embedx.columns import TEXT_BYTES_MOST, shortened
+from embedx.data import Array, Source
+from embedx.errors import ConfigError, DataError, listed
+from embedx.table_files import SEPARATORS, label_column, read_table, require_column
+
+_LINES = ".txt"
+_TABLES = (*SEPARATORS, ".parquet")
+
+
+def text(
+    path: str,
+    *,
+    column: str | None = None,
+    label: str | None = None,
+    id: str | None = None,
+    limit: int | None = None,
+) -> Source:
+    """Texts of a file: each line of a ``.txt`` file, or a column of a table.
+
+    Blank lines are passed over and counted; the id of a line is its number in the file. A row of a
+    table is a sample also where its text is missing or blank: it fails by itself.
+
+    Args:
+        path: A ``.txt``, ``.csv``, ``.tsv`` or ``.parquet`` file, of UTF-8.
+        column: The column that holds the texts.
+        label: The column of labels; where it is empty there is none. The one that is called
+            ``label``, ``class`` or ``target`` where not given; ``none`` for none.
+        id: The column of unique ids; None for row numbers.
+        limit: Take the first so many.
+
+    Raises:
+        ConfigError: A column is not there, or is named for lines.
+        DataError: The file is missing, of another kind or damaged, holds no text, or two rows have
+            one id.
+        DependencyError: A ``.parquet`` file, and pyarrow is not installed.
+    """
+    if not path:
+        raise DataError("data.path is empty; name a file of texts")
+    file = Path(path).expanduser()
+    kinds = ", ".join((_LINES, *_TABLES))
+    if not file.is_file():
+        what = "is not a file" if file.exists() else "is not there"
+        raise DataError(f"data.path {path} {what}; name one of {kinds}")
+    if file.suffix.lower() == _LINES:
+        for key, value in (("column", column), ("label", label), ("id", id)):
+            if value is not None:
+                raise ConfigError(
+                    f"data.{key}={value} names a column, and {path} has lines; leave it out, or "
+                    "give a table"
+                )
+        return _lines(file, limit=limit)
+    if file.suffix.lower() not in _TABLES:
+        raise DataError(f"data.path {path} is of no kind that is read; name one of {kinds}")
+    return _table(file, column=column, label=label, id=id, limit=limit)
+
+
+def _file_name(file: Path) -> str:
+    return os.fsencode(file.name).decode(errors="backslashreplace")
+
+
+def _kept(texts: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Texts as a column of the file, and a note where they are cut."""
+    short, n_cut = shortened(texts)
+    note = (
+        f"{name}: the column text keeps 1,024 bytes of each, and {n_cut:,} of {len(short):,} are "
+        "longer; the model gets them whole"
+    )
+    return short, [note] if n_cut else []
+
+
+def _require_text(found: str) -> str:
+    if not found.strip():
+        raise DataError("the text is empty")
+    return found
+
+
+# --------------------------------------------------------------------------- lines
+
+
+@dataclasses.dataclass(frozen=True)
+class _LineReader:
+    path: str
+    starts: Array
+    ends: Array
+    hashes: Array
+
+    def __call__(self, i: int) -> str:
+        with open(self.path, "rb") as file:
+            file.seek(self.starts[i])
+            line = file.read(int(self.ends[i] - self.starts[i]))
+            after = file.read(1)
+        if data.item_hash(line) != self.hashes[i] or after not in (b"", b"\r", b"\n"):
+            raise DataError("it was changed after the run had listed it")
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
+            raise DataError("the line is not UTF-8; convert the file") from None
+
+
+def _lines(file: Path, *, limit: int | None) -> Source:
+    data.limited(1, limit)
+    name = _file_name(file)
+    ids: list[str] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    hashes: list[int] = []
+    texts: list[str] = []
+    digest = hashlib.sha256()
+    n_blank, at, more = 0, 0, False
+    try:
+        with file.open("rb") as opened:
+            for number, raw in enumerate(opened, 1):
+                begins = at
+                at += len(raw)
+                if number == 1:
+                    _require_utf8(raw, file)
+                    begins = len(_MARK) if raw.startswith(_MARK) else 0
+                line = raw[begins + len(raw) - at :].rstrip(b"\r\n")
+                if not line.strip():
+                    n_blank += 1
+                    continue
+                if limit is not None and len(ids) == limit:
+                    more = True
+                    break
+                ids.append(f"line-{number:06d}")
+                starts.append(begins)
+                ends.append(begins + len(line))
+                hashes.append(data.item_hash(line))
+                digest.update(len(line).to_bytes(8, "little") + line)
+                texts.append(line[: TEXT_BYTES_MOST + 4].decode(errors="backslashreplace"))
+    except OSError as error:
+        raise DataError(f"data.path {file} cannot be read: {error.strerror}") from None
+    if not ids:
+        what = "only blank lines" if n_blank else "empty"
+        raise DataError(f"data.path {file} is {what}; give at least one line of text")
+    short, notes = _kept(texts, name)
+    note = f"{name}: {len(ids):,} lines"
+    note += ", the first of more" if more else ""
+    if n_blank:
+        notes.insert(0, f"passed over: {n_blank:,} blank lines")
+    each = np.array(hashes, np.uint64)
+    return Source(
+        name=name,
+        ids=ids,
+        read=_LineReader(str(file), np.array(starts), np.array(ends), each),
+        fingerprint=digest.hexdigest(),
+        item_hashes=each,
+        metadata={"text": short},
+        notes=(note, *notes),
+    )
+
+
+_MARK = b"\xef\xbb\xbf"  # Windows begins UTF-8 with it
+
+
+def _require_utf8(head: bytes, file: Path) -> None:
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(
+            f"data.path {file} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {file.name}"
+        )
+
+
+# --------------------------------------------------------------------------- tables and lists
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextReader:
+    texts: Sequence[str]
+
+    def __call__(self, i: int) -> str:
+        try:
+            self.texts[i].encode()
+        except UnicodeEncodeError:
+            raise DataError("the text is not UTF-8; convert the file") from None
+        return _require_text(self.texts[i])
+
+
+def _hashes(texts: Sequence[Any]) -> tuple[str, Array]:
+    digest = hashlib.sha256()
+    each = np.empty(len(texts), np.uint64)
+    for i, one in enumerate(texts):
+        form = one.encode("utf-8", "surrogatepass") if isinstance(one, str) else repr(one).encode()
+        each[i] = data.item_hash(form)
+        digest.update(len(form).to_bytes(8, "little") + form)
+    return digest.hexdigest(), each
+
+
+def _table(
+    file: Path, *, column: str | None, label: str | None, id: str | None, limit: int | None
+) -> Source:
+    data.limited(1, limit)
+    name = _file_name(file)
+    table = read_table(file, limit=limit)
+    if column is None:
+        raise ConfigError(
+            f"{file} is a table; say which column holds the texts: data.column= one of "
+            + ", ".join(table.names)
+        )
+    require_column(table, column, "column")
+    if id is not None:
+        require_column(table, id, "id")
+    label = label_column(table, label, taken=(column, id))
+    chosen = [one for one in (column, label, id) if one is not None]
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError(
+            f"data.column={column}, data.label={label} and data.id={id} must be different columns"
+        )
+    texts = table.texts(column)
+    ids = [f"row-{i + 1:06d}" for i in range(table.n)] if id is None else table.ids(id)
+    labels, names = (None, list[str]()) if label is None else table.labels(label)
+    short, notes = _kept(texts, name)
+    metadata: dict[str, Array | Sequence[str]] = {"text": short}
+    for key in table.names:
+        if key in chosen:
+            continue
+        values = table.column(key)
+        if isinstance(values, list):
+            values, n_cut = shortened(values)
+            if n_cut:
+                notes.append(
+                    f"{name}: {n_cut:,} of {table.n:,} values of {key} are cut to 1,024 bytes"
+                )
+        kept = key + "_" * (key in metadata)
+        if kept != key:
+            notes.append(
+                f"{name}: the column {key} is kept as {kept}, beside the texts of {column}"
+            )
+        metadata[kept] = values
+    fingerprint, hashes = _hashes(texts)
+    note = f"{name}: {table.n:,} texts of {column}, {len(names) or 'no'} classes"
+    note += f" of {label}" if label is not None else ""
+    note += ", the first of more" if table.is_cut else ""
+    n_empty = sum(not one.strip() for one in texts)
+    if n_empty:
+        notes.insert(0, f"{name}: {n_empty:,} of {table.n:,} texts are empty; their rows fail")
+    passed_over = [*table.notes, *(f"{one} ({kind})" for one, kind in table.homeless.items())]
+    if passed_over:
+        notes.append(f"{name}: passed over: {listed(passed_over)}")
+    return Source(
+        name=name,
+        ids=ids,
+        read=_TextReader(texts),
+        fingerprint=fingerprint,
+        item_hashes=hashes,
+        labels=labels if names else None,
+        label_names=names,
+        metadata=metadata,
+        notes=(note, *notes),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ListReader:
+    texts: Sequence[Any]
+
+    def __call__(self, i: int) -> Any:
+        return self.texts[i]
+
+
+def are_texts(items: Any) -> bool:
+    """Whether data are a list, a tuple or an array of texts, some of which may be missing."""
+    if isinstance(items, np.ndarray):
+        items = items.tolist() if items.dtype.kind in "OUT" and items.ndim == 1 else None
+    return (
+        isinstance(items, (list, tuple))
+        and any(isinstance(one, str) for one in items)
+        and all(isinstance(one, str) or is_missing(one) for one in items)
+    )
+
+
+def is_missing(item: Any) -> bool:
+    """Whether it is what tables have for no text: None, or a NaN."""
+    return item is None or (isinstance(item, float) and math.isnan(item))
+
+
+def in_memory(items: Sequence[Any], *, labels: Any = None, ids: Any = None) -> Source:
+    """A list of texts as a source.
+
+    Args:
+        items: n texts; a missing one, None or NaN, fails by itself. The empty text is a text.
+        labels: n labels of any kind that sorts; the empty text is none.
+        ids: n unique texts; row numbers where they are not given.
+
+    Raises:
+        DataError: Lengths that differ, labels that do not sort, or an id given twice.
+    """
+    texts = list(items.tolist() if isinstance(items, np.ndarray) else items)
+    base = data.in_memory(texts, labels=labels, ids=ids)
+    fingerprint, hashes = _hashes(texts)
+    short, notes = _kept([one if isinstance(one, str) else "" for one in texts], "texts")
+    n_classes = len(base.label_names) or "no"
+    return dataclasses.replace(
+        base,
+        name="texts",
+        read=_ListReader(texts),
+        fingerprint=fingerprint,
+        item_hashes=hashes,
+        metadata={"text": short},
+        notes=(f"texts: {len(texts):,} texts, {n_classes} classes", *notes),
+    )
