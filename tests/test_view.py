@@ -198,6 +198,74 @@ def test_failed_and_unplaced_rows_are_not_drawn(tmp_path: Path) -> None:
     assert np.isfinite(shown).all()
 
 
+def test_rows_that_are_not_drawn_are_said_in_the_log_and_in_the_picture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    xy, labels = blobs(30, 3)
+    far = xy.copy()
+    far[[7, 8]] = np.nan
+    maps = {"umap": xy, "pca": far}
+    path = make_run(tmp_path / "some", maps, labels=labels, failed=(0, 5, 9))
+    said = "not drawn: 3 of 30 rows failed, 2 rows have no place in pca-000001"
+    for facet in (None, "label"):
+        figure = draw(path, facet=facet)
+        assert figure.get_suptitle().splitlines()[1] == said
+    assert caplog.messages.count(said) == 2
+    caplog.clear()
+    figure = draw(make_run(tmp_path / "none", {"umap": xy}, labels=labels))
+    assert len(figure.get_suptitle().splitlines()) == 1
+    assert "not drawn" not in caplog.text
+
+
+def test_where_no_row_can_be_drawn_no_picture_is_and_one_line_says_why(tmp_path: Path) -> None:
+    xy, labels = blobs(30, 3)
+    path = make_run(tmp_path / "failed", {"umap": xy}, labels=labels, failed=tuple(range(30)))
+    reasons = tmp_path / "failed" / "errors.jsonl"
+    for facet in (None, "label"):
+        with pytest.raises(DataError) as caught:
+            view(path, facet=facet)
+        assert str(caught.value) == (
+            f"every row of {path} failed, and there is nothing to draw; the reasons are in "
+            f"{reasons}"
+        )
+    empty = make_run(tmp_path / "empty", {"umap": np.full((30, 2), np.nan)}, labels=labels)
+    where = empty.parent / "projections" / "umap-000000.h5"
+    with pytest.raises(DataError) as caught:
+        view(empty)
+    assert str(caught.value) == (
+        f"no row of {empty} has a place in {where}; make the map again, with overwrite=true"
+    )
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.parametrize("facet", [None, "label"])
+@pytest.mark.parametrize("m", [2, 3])
+def test_panels_are_as_large_as_they_are_meant_to_be_and_the_legend_is_beside_the_first_line(
+    tmp_path: Path, facet: str | None, m: int
+) -> None:
+    xy, _ = blobs(60, 3, m=m)
+    where = ["north", "south", "a name of some length"] * 20
+    path = make_run(
+        tmp_path, {"umap": xy, "pca": xy}, labels=[0, 1] * 30, metadata={"where": where}
+    )
+    figure = draw(path, color="where", facet=facet)
+    side = (5.2 if facet is None else 3.2) * figure.dpi
+    figure.draw_without_rendering()
+    boxes = [axes.get_window_extent() for axes in figure.axes]
+    for box in boxes:
+        assert min(box.width, box.height) == pytest.approx(side, rel=0.02)
+        assert max(box.width, box.height) < 1.06 * side
+    (key,) = figure.legends
+    extent = key.get_window_extent()
+    (last,) = [box for box in boxes if box.x1 == max(b.x1 for b in boxes)][:1]
+    assert extent.y1 <= last.y1 + 1
+    assert 0 <= extent.x0 - last.x1 < 25
+    assert extent.x1 <= figure.bbox.x1
+    whole = figure.get_tightbbox()
+    assert whole.width * figure.dpi > 0.97 * figure.bbox.width  # no empty margin
+
+
 def test_title_says_model_data_and_layer(tmp_path: Path) -> None:
     xy, labels = blobs(30, 3)
     figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels))
@@ -253,6 +321,70 @@ def test_legend_counts_as_people_do(tmp_path: Path) -> None:
     figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels, names=names))
     shown = list(legend(figure))
     assert shown == ["007", "7", "9", "10", f"{'9' * 15}...{'9' * 14}", "a", "B", "img 3", "img 12"]
+
+
+def test_no_two_names_are_drawn_alike_however_long_and_alike_they_are() -> None:
+    from embedx.figures import as_labels
+
+    rng = np.random.default_rng(0)
+    for most in (20, 32, 64):
+        for _ in range(300):
+            names = ["".join(rng.choice(list("ab "), k)) for k in (2, 2, 25, 40, 100, 100)]
+            middle = len(names[-1]) // 2  # alike at both ends
+            names += [f"{names[-1][:middle]}{c}{names[-1][middle:]}" for c in "xyz"]
+            texts = as_labels(names, most=most)
+            assert len(set(texts)) == len(names)
+            assert max(map(len, texts)) <= most + len(" (9)")
+    begins = "n02123045_domestic_animals_and_household_pets/"
+    told = as_labels([f"{begins}tabby", f"{begins}siamese", "(none)", " ", "(none)"])
+    assert told[0].endswith("pets/tabby")
+    assert told[1].endswith("pets/siamese")
+    assert told[2:] == ["(none)", "' '", "(none) (2)"]
+
+
+def test_classes_that_begin_alike_are_told_apart_in_legend_map_and_facets(tmp_path: Path) -> None:
+    begins = "n02123045_domestic_animals_and_household_pets/"
+    names = [
+        f"{begins}tabby",
+        f"{begins}siamese",
+        "Norwegian forest cat 2",
+        "Norwegian forest cat 3",
+    ]
+    xy, labels = blobs(400, 4)
+    path = make_run(tmp_path, {"umap": xy}, labels=labels, names=names)
+    figure = draw(path)
+    inside = [text.get_text() for text in figure.axes[0].texts]
+    titles = [title.rpartition(" (")[0] for title in panel_titles(draw(path, facet="label"))]
+    for shown in (list(legend(figure)), inside, titles):
+        ends = [next(n for n in names if n.endswith(text[-6:])) for text in shown]
+        assert sorted(ends) == sorted(names)
+
+
+def test_a_name_stands_by_points_of_its_own_class_or_in_the_legend_alone(tmp_path: Path) -> None:
+    n_named = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        n = (28, 60, 400)[seed % 3]
+        labels = rng.integers(0, 2 + seed % 4, n)
+        xy = rng.normal(size=(n, 2)) + labels[:, None] * (seed % 2)
+        figure = draw(make_run(tmp_path / str(seed), {"umap": xy}, labels=labels.tolist()))
+        (axes,) = figure.axes
+        figure.draw_without_rendering()
+        places = axes.transData.transform(xy)
+        for text in axes.texts:
+            own = labels == int(text.get_text().split()[1])
+            box = text.get_window_extent().padded(2)
+            apart = np.maximum(0, np.maximum(box.min - places, places - box.max))
+            apart = np.hypot(*apart.T)
+            seen = np.flatnonzero(apart > 0)
+            assert own[seen[apart[seen].argmin()]]
+            assert apart[own].min() < 9
+            assert own[seen[np.argsort(apart[seen])[:5]]].mean() > 1 / 5
+            if (apart == 0).any():
+                covered = np.bincount(labels[apart == 0], minlength=6)
+                assert covered.argmax() == labels[own][0]
+            n_named += 1
+    assert n_named > 12
 
 
 def test_names_of_classes_stand_on_their_points_and_not_on_each_other(tmp_path: Path) -> None:
@@ -699,6 +831,34 @@ def test_boxes_never_touch_and_no_more_would_have_room() -> None:
         assert (~apart).any(axis=1).all()
 
 
+@pytest.mark.parametrize("points", ["images", "density"])
+def test_the_note_below_a_map_stands_clear_of_the_name_of_its_axis(
+    tmp_path: Path, points: str
+) -> None:
+    xy, labels = blobs(40, 2)
+    path = embeddings_file(
+        tmp_path, np.zeros((40, 2)), labels=labels, thumbnails=np.zeros((40, 8, 8, 3), np.uint8)
+    )
+    opened = store.open(path)
+    attrs = {"id": "x", "parent": "one", "method": "pca", "layer": "avgpool"}
+    store.write_projection(
+        tmp_path / "projections" / "pca-000001.h5",
+        coords=xy,
+        ids=opened.ids,
+        attrs=attrs,
+        state={"explained_variance_ratio": np.array([0.5, 0.25])},
+    )
+    figure = draw(path, points=points)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    (note,) = [text for text in axes.texts if "40" in text.get_text()]
+    below, label = note.get_window_extent(), axes.xaxis.label.get_window_extent()
+    assert axes.get_xlabel() == "PC1 (50.0%)"
+    assert label.y0 > 0
+    assert 0 < below.y1 < label.y0
+    assert below.y0 > 0
+
+
 def test_images_without_thumbnails_are_refused_in_one_line(tmp_path: Path) -> None:
     xy, labels = blobs(30, 3)
     path = make_run(tmp_path, {"umap": xy}, labels=labels)
@@ -767,6 +927,67 @@ def test_facets_of_several_maps_lie_a_line_a_map_and_shade_what_is_many(tmp_path
     assert 20 < (behind[..., 3] == 1).sum() <= 72
 
 
+def test_each_map_of_many_facets_begins_a_line_and_says_what_it_is_once(tmp_path: Path) -> None:
+    xy, labels = blobs(180, 9)
+    path = make_run(tmp_path, {"umap": xy}, labels=labels)
+    first = store.open_projection(tmp_path / "projections" / "umap-000000.h5")
+    attrs = {key: value for key, value in first.attrs.items() if key not in ("format", "version")}
+    store.write_projection(
+        tmp_path / "projections" / "pca-ffffff.h5",
+        coords=xy,
+        ids=first.ids,
+        attrs={**attrs, "method": "pca"},
+        state={"explained_variance_ratio": np.array([0.5, 0.25])},
+    )
+    figure = draw(path, facet="label")
+    assert panel_titles(figure) == [f"class {i} (20)" for i in range(9)] * 2
+    told = {0: "PCA", 9: "UMAP"}
+    assert headings(figure) == {i: f"{name}  (trustworthiness 0.900)" for i, name in told.items()}
+    assert [i for i, axes in enumerate(figure.axes) if axes.get_xlabel()] == [0]
+    at = [
+        (axes.get_subplotspec().rowspan.start, axes.get_subplotspec().colspan.start)
+        for axes in figure.axes
+    ]
+    assert at == [(3 * (i // 9) + i % 9 // 3, i % 9 % 3) for i in range(18)]
+    figure.draw_without_rendering()
+    heads = [figure.axes[i]._left_title for i in told]
+    for head in heads:  # its first line, above the title of the panel
+        box = head.get_window_extent()
+        title = head.axes.title.get_window_extent()
+        assert box.y1 - title.y1 > 0.8 * title.height
+
+
+def test_a_panel_that_names_a_class_shows_it_in_a_colour_that_can_be_told_from_those_behind(
+    tmp_path: Path,
+) -> None:
+    xy, labels = blobs(240, 12)
+    labels[::24] = [-1] * 10
+    path = make_run(tmp_path, {"umap": xy}, labels=labels)
+    for theme, look in THEMES.items():
+        plain = legend(draw(path, theme=theme))
+        figure = draw(path, facet="label", theme=theme)
+        titles = panel_titles(figure)
+        assert len(titles) == 13
+        seen = []
+        for title, axes in zip(titles, figure.axes, strict=True):
+            (color,) = {to_hex(shade) for shade in axes.collections[1].get_facecolor()}
+            assert contrast(color, look.paper) > 1.5
+            assert color == plain.get(title.rpartition(" (")[0], look.strong) or title[0] == "("
+            seen.append(color)
+        assert seen.count(look.strong) == 4  # three classes and what has none
+        assert contrast(look.strong, look.behind) > 6
+
+
+def test_with_facets_of_another_column_the_legend_alone_names_the_classes(tmp_path: Path) -> None:
+    xy, labels = blobs(300, 3)
+    where = (["north"] * 9 + ["south"]) * 30
+    path = make_run(tmp_path, {"umap": xy}, labels=labels, metadata={"where": where})
+    figure = draw(path, facet="where")
+    assert list(legend(figure)) == [f"class {i}" for i in range(3)]
+    assert [len(axes.texts) for axes in figure.axes] == [0, 0]
+    assert len(draw(path).axes[0].texts) == 3
+
+
 def test_a_facet_of_many_numbers_is_intervals_and_of_many_texts_the_largest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -801,6 +1022,34 @@ def test_facets_of_what_is_not_there_are_refused_with_what_there_is(tmp_path: Pa
 
 
 # --------------------------------------------------------------------------- paper and files
+
+
+def contrast(color: str, paper: str, opacity: float = 1.0) -> float:
+    """By WCAG 2.2, 1 to 21, of a colour of that opacity on paper."""
+    over = opacity * np.array(to_rgb(color)) + (1 - opacity) * np.array(to_rgb(paper))
+    light = []
+    for shade in (over, np.array(to_rgb(paper))):
+        linear = np.where(shade <= 0.04045, shade / 12.92, ((shade + 0.055) / 1.055) ** 2.4)
+        light.append(float(linear @ [0.2126, 0.7152, 0.0722]))
+    return (max(light) + 0.05) / (min(light) + 0.05)
+
+
+def test_a_lone_point_of_a_shaded_map_can_be_told_from_the_paper() -> None:
+    for look in THEMES.values():
+        for shade in (*PALETTE, look.other):
+            assert contrast(shade, look.paper, look.faintest) > 1.15
+    dark = THEMES["dark"]
+    assert contrast(dark.other, dark.paper, dark.faintest) > 2
+
+
+def test_greys_are_told_apart_and_no_two_classes_are_grey() -> None:
+    greys = [shade for shade in PALETTE if np.ptp(to_rgb(shade)) < 0.15]
+    assert len(greys) == 1
+    assert set(PALETTE) - set(PALETTE_BESIDE_OTHER) == set(greys)
+    for look in THEMES.values():
+        steps = [look.behind, look.none, look.other]
+        light = [contrast(shade, look.paper) for shade in steps]
+        assert (np.diff([1, *light]) > 0.12).all()  # each further from the paper
 
 
 def test_dark_maps_have_light_letters_on_dark_paper_and_the_same_colours(tmp_path: Path) -> None:
@@ -852,6 +1101,21 @@ def test_svg_holds_letters_as_text_and_points_as_a_picture_and_repeats_byte_by_b
     solid = pixels[pixels[..., 3] > 120][::5, :3].astype(int)
     assert all(near(solid, shade, 25).sum() > 100 for shade in PALETTE[:4])
     assert b"date" not in data
+
+
+def test_pictures_of_two_columns_never_have_one_name(tmp_path: Path) -> None:
+    xy, labels = blobs(30, 3)
+    names = ["a b", "a_b", "a-b", "年齢", "性別", "x" * 250, "x" * 249 + "y", "plain"]
+    metadata = {name: [f"{name[:3]} {i % 2}" for i in range(30)] for name in names}
+    path = make_run(tmp_path, {"umap": xy}, labels=labels, metadata=metadata)
+    for name in names:
+        draw(path, color=name, facet=name)
+    made = {file.name for file in tmp_path.glob("map-*.png")}
+    assert len(made) == len(names)
+    assert {f"map-umap-000000-{name}-by-{name}.png" for name in ("a_b", "plain")} < made
+    assert max(map(len, made)) < 200
+    store.remove_derived(tmp_path, "one")
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_pictures_of_a_replaced_file_go_with_it_in_both_formats(tmp_path: Path) -> None:
