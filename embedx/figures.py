@@ -375,6 +375,8 @@ def _is_scale(values: Sequence[Any] | store.Array) -> bool:
 def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> list[Group]:
     """The classes of a column, in the order of the legend; those without a value come last."""
     array = np.asarray(values)
+    if array.dtype.kind == "f":
+        array = array + array.dtype.type(0)  # -0.0 is the number 0.0
     texts = array.astype(str)
     if array.dtype.kind == "f":
         texts[~np.isfinite(array)] = ""

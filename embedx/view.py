@@ -332,6 +332,7 @@ def _facets(opened: Embeddings, facet: str) -> list[tuple[str, Mask]]:
     finite = opened.ok.copy()
     is_number = values.dtype.kind in "fiu"
     if is_number:
+        values = values + values.dtype.type(0)  # -0.0 is the number 0.0
         finite &= np.isfinite(values)
         distinct = np.unique(values[finite])
         if len(distinct) > FACETS_MOST:

@@ -500,6 +500,7 @@ def test_column_of_few_numbers_or_of_texts_is_classes(tmp_path: Path) -> None:
     metadata = {
         "grade": np.arange(60) % 4 * 5,
         "share": np.array([0.5, np.nan, 0.25] * 20),
+        "sign": np.array([0.0, -0.0, 1.5] * 20, np.float32),
         "where": ["north", "", "south"] * 20,
     }
     path = make_run(tmp_path, {"umap": xy}, metadata=metadata)
@@ -511,6 +512,9 @@ def test_column_of_few_numbers_or_of_texts_is_classes(tmp_path: Path) -> None:
         "0.5": PALETTE[1],
         "(none)": NONE,
     }
+    signs = draw(path, color="sign", facet="grade")
+    assert list(legend(signs)) == ["0.0", "1.5"]
+    assert panel_titles(draw(path, facet="sign")) == ["0.0 (40)", "1.5 (20)"]
     where = draw(path, color="where")
     assert list(legend(where)) == ["north", "south", "(none)"]
     assert np.allclose(drawn_classes(where)["south"][1], by_axes(xy[2::3]), atol=1e-5)
