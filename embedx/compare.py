@@ -18,7 +18,7 @@ from embedx.align import places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
 from embedx.configs import read_settings
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest
-from embedx.figures import as_label, column_of, title_of
+from embedx.figures import as_labels, column_of, title_of
 from embedx.matrix import Matrix
 from embedx.methods import METHODS
 from embedx.panels import Panel, panels
@@ -150,6 +150,11 @@ def compare(
             named = [{**row, "settings": what} for row, what in zip(rows, words, strict=True)]
         lines += _table(title, sorted(named, key=_rank_of), heads, by)
     lines += yardsticks(mapped)
+    if any(_is_supervised(_settings_of(projection)) for _, projection in maps):
+        lines.append(
+            "a map with supervised=true was made with the labels: its 5-NN, and a rank by that, "
+            "say nothing of the model"
+        )
     table = sorted(embedded, key=_rank_of) + sorted(mapped, key=_rank_of)
     cka = _cka(opened, names)
     if cka is not None and len(cka["names"]) <= CKA_SHOWN:
@@ -377,7 +382,9 @@ def _about(
         keys = [
             key
             for key in own
-            if key == "transform_from" or any(other.get(key) != own[key] for other in alike)
+            if key == "transform_from"
+            or _is_supervised({key: own[key]})
+            or any(other.get(key) != own[key] for other in alike)
         ]
         points = list(opened[i].embeddings)
         place = points.index(layer) if layer in points else len(points)
@@ -398,6 +405,10 @@ def _settings_of(projection: Projection) -> dict[str, Any]:
     order = [] if method is None else list(signature_of(method).parameters)
     own = ("method", "layer", "function")
     return {key: settings[key] for key in [*order, *settings] if key in settings.keys() - own}
+
+
+def _is_supervised(settings: Mapping[str, Any]) -> bool:
+    return settings.get("supervised") is True
 
 
 def _sortable(value: Any) -> tuple[bool, float, str]:
@@ -500,7 +511,8 @@ def _draw(
     drawn = sorted(best[:most], key=lambda number: about[number].order)
     starts, colors = _colors(opened, {maps[number][0] for number in drawn}, color)
     aligned_to: dict[int, tuple[Embeddings, Array]] = {}
-    shown, labels = [], []
+    shown: list[tuple[str, str, Panel]] = []
+    labels = []
     for number in drawn:
         i, projection = maps[number]
         run, row = opened[i], rows[number]
@@ -523,10 +535,9 @@ def _draw(
         for epoch, members in _epochs(run, len(drawn), most):
             words = label if epoch is None else [*label, f"epoch {epoch}"]
             labels.append(words)
-            lines = [as_label(", ".join(words) or str(row["map"]), most=64)]
-            if scores:
-                lines.append(", ".join(scores) + " of all epochs" * (epoch is not None))
-            shown.append(Panel("\n".join(lines), coords[members], at[members], coords))
+            name = ", ".join(words) or str(row["map"])
+            below = ", ".join(scores) + " of all epochs" * (epoch is not None and bool(scores))
+            shown.append((name, below, Panel("", coords[members], at[members], coords)))
     runs = [opened[maps[number][0]] for number in drawn]
     common = [
         listed(list(dict.fromkeys(words)), most=3)
@@ -539,7 +550,12 @@ def _draw(
     title = f"{common[0]} of {common[1]}, {common[2]}"
     if any(str(run.attrs.get("weights", "")).startswith("random") for run in runs):
         title = f"RANDOM weights, {title}"
-    return panels(shown, colors, across=_across(labels), title=title, needed_for="compare")
+    unique = list(dict.fromkeys(name for name, _, _ in shown))
+    told = dict(zip(unique, as_labels(unique, most=64), strict=True))
+    titled = [
+        panel._replace(title=f"{told[name]}\n{below}".strip()) for name, below, panel in shown
+    ]
+    return panels(titled, colors, across=_across(labels), title=title, needed_for="compare")
 
 
 def _colors(

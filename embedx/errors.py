@@ -105,6 +105,11 @@ def short(text: str, *, most: int = 80) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
+def number_of(n: int, one: str, many: str) -> str:
+    """``1 point``, ``4,992 points``."""
+    return f"{n:,} {one if n == 1 else many}"
+
+
 def listed(names: Collection[str], *, most: int = 8) -> str:
     """The first ``most`` names in one line, and how many more there are."""
     shown = ", ".join(list(names)[:most])

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import logging
 import re
 from collections import Counter
@@ -15,13 +16,15 @@ import numpy.typing as npt
 
 from embedx import store
 from embedx.columns import spelled
-from embedx.errors import ConfigError, missing_extra, short
+from embedx.errors import ConfigError, missing_extra, number_of
 from embedx.store import Embeddings
 
 if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
     from matplotlib.patheffects import AbstractPathEffect
+    from matplotlib.transforms import Transform
 
 log = logging.getLogger("embedx")
 
@@ -29,7 +32,8 @@ DPI = 150
 PRINT_DPI = 300
 PX_MOST = 20_000  # a side of a picture; a longer one no viewer opens
 NOTEBOOK_PX_PER_IN = 100
-# Ten colours that stay apart for common colour-vision deficiencies: Petroff 2021, arXiv:2107.02270.
+# Ten colours that stay apart for common colour-vision deficiencies: Petroff 2021, arXiv:2107.02270,
+# with a blue for his second grey, which a small dot does not tell from the first, nor from brown.
 PALETTE = (
     "#3f90da",
     "#ffa90e",
@@ -39,12 +43,14 @@ PALETTE = (
     "#a96b59",
     "#e76300",
     "#b9ac70",
-    "#717581",
+    "#4d50ff",
     "#92dadd",
 )
-OTHER = "#dcdcdc"
+# What stands for rows of the smaller classes, and for rows without a value, in the tuples below; a
+# theme has colours of its own for both.
+OTHER, NONE = "#b8b8b8", "#dedede"
 # With a class of its own in grey, "other" could not be told from it.
-PALETTE_BESIDE_OTHER = tuple(shade for shade in PALETTE if shade not in ("#94a4a2", "#717581"))
+PALETTE_BESIDE_OTHER = tuple(shade for shade in PALETTE if shade != "#94a4a2")
 
 OUTLINE_PT = 3
 NAME = "name-"  # of the parts of a picture that are letters over points
@@ -65,29 +71,57 @@ class Theme(NamedTuple):
         paper: Behind all.
         ink: Of letters.
         quiet: Of frames and of letters beside the matter.
-        other: Of rows without a class of their own, for which ``OTHER`` stands elsewhere.
+        other: Of rows of the smaller classes, for which ``OTHER`` stands elsewhere.
+        none: Of rows without a value, for which ``NONE`` stands elsewhere.
+        strong: Of rows of those two kinds where a panel is about them alone.
         behind: Of rows that a panel is not about.
         pane: Of the walls of a map of three dimensions.
         darkest: Where on the scale of numbers the colours begin that can be told from the paper.
+        faintest: Opacity of a lone point of a shaded map, which must still be seen.
     """
 
     paper: str
     ink: str
     quiet: str
     other: str
+    none: str
+    strong: str
     behind: str
     pane: str
     darkest: float
+    faintest: float
 
     def shade(self, shade: str) -> str:
         """The colour of a class on this paper."""
-        return self.other if shade == OTHER else shade
+        return {OTHER: self.other, NONE: self.none}.get(shade, shade)
 
 
 # Each colour of the palette has a contrast of 2.6 to this black, more than some have to white.
 THEMES = {
-    "light": Theme("#ffffff", "#000000", "#6b6b6b", OTHER, "#e9e9e9", "#f7f7f7", 0.0),
-    "dark": Theme("#16181d", "#ececec", "#9a9da3", "#55585f", "#2f333b", "#1b1e24", 0.25),
+    "light": Theme(
+        paper="#ffffff",
+        ink="#000000",
+        quiet="#6b6b6b",
+        other=OTHER,
+        none=NONE,
+        strong="#3b3e44",
+        behind="#ececec",
+        pane="#f7f7f7",
+        darkest=0.0,
+        faintest=0.35,
+    ),
+    "dark": Theme(
+        paper="#16181d",
+        ink="#ececec",
+        quiet="#9a9da3",
+        other="#7d8188",
+        none="#4b4f57",
+        strong="#d6d8dc",
+        behind="#2b2f36",
+        pane="#1b1e24",
+        darkest=0.25,
+        faintest=0.6,
+    ),
 }
 
 
@@ -166,17 +200,34 @@ def color_scale(numbers: store.Array, *, missing: str, darkest: float = 0.0) -> 
     return ScalarMappable(limits, shades.with_extremes(bad=missing))
 
 
-def legend(figure: "Figure", entries: Sequence[tuple[str, str]], *, title: str | None) -> None:
-    """Names with the colours of their points, outside the panels at the upper right."""
+def legend(
+    figure: "Figure",
+    entries: Sequence[tuple[str, str]],
+    *,
+    title: str | None,
+    beside: "Transform",
+) -> "Legend":
+    """Names with the colours of their points.
+
+    Args:
+        figure: To draw in.
+        entries: Names, of which no two are drawn alike, and colours.
+        title: Above them.
+        beside: From (1, 1), where the upper left corner of the legend goes.
+    """
     from matplotlib.lines import Line2D
 
-    figure.legend(
+    names = as_labels([name for name, _ in entries])
+    return figure.legend(
         handles=[
-            Line2D([], [], linestyle="", marker="o", color=shade, label=as_label(name))
-            for name, shade in entries
+            Line2D([], [], linestyle="", marker="o", color=shade, label=name)
+            for name, (_, shade) in zip(names, entries, strict=True)
         ],
         title=None if title is None else as_label(title),
-        loc="outside right upper",
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        bbox_transform=beside,
+        borderaxespad=0,
         frameon=False,
     )
 
@@ -190,7 +241,65 @@ def outline(theme: Theme) -> "list[AbstractPathEffect]":
 
 def as_label(name: str, *, most: int = 32) -> str:
     """A name as matplotlib may draw it: no mathematics, one line, not hidden, not endless."""
-    text = short(name, most=most).replace("$", r"\$")
+    return _drawable(_cut(_line(name), most))
+
+
+def as_labels(names: Sequence[str], *, most: int = 32) -> list[str]:
+    """Names as :func:`as_label` draws them, of which no two are drawn alike.
+
+    What is too long is cut in the middle; names that then are alike are cut to where they differ,
+    and numbered where that does not help, such as for blanks.
+
+    Args:
+        names: In the order in which they are numbered.
+        most: Characters of a name, about.
+
+    Returns:
+        As many texts.
+    """
+    lines = [_line(name) for name in names]
+    cut = [_cut(line, most) for line in lines]
+    for alike in _alike(cut):
+        if len({lines[i] for i in alike}) == 1:
+            continue
+        letters = itertools.zip_longest(*(lines[i] for i in alike))
+        begin = next(at for at, here in enumerate(letters) if len(set(here)) > 1) - most // 4
+        for i in alike:
+            rest = lines[i][begin:]
+            end = begin + most - 6
+            cut[i] = f"...{rest}" if len(rest) <= most - 3 else f"...{lines[i][begin:end]}..."
+    taken = set(cut)
+    for alike in _alike(cut):
+        number = 2
+        for i in alike[1:]:
+            while (numbered := f"{cut[i]} ({number})") in taken:
+                number += 1
+            taken.add(numbered)
+            cut[i] = numbered
+    return [_drawable(text) for text in cut]
+
+
+def _line(name: str) -> str:
+    return " ".join(name.split()) or (repr(name) if name else "")
+
+
+def _cut(line: str, most: int) -> str:
+    """Names of one run often begin alike, and end alike: both ends are kept."""
+    if len(line) <= most:
+        return line
+    return f"{line[: (most - 2) // 2]}...{line[len(line) - (most - 3) // 2 :]}"
+
+
+def _alike(texts: Sequence[str]) -> list[list[int]]:
+    """Which are equal to others, group by group."""
+    found: dict[str, list[int]] = {}
+    for i, text in enumerate(texts):
+        found.setdefault(text, []).append(i)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _drawable(text: str) -> str:
+    text = text.replace("$", r"\$")
     return f"\u200b{text}" if text.startswith("_") else text  # a leading _ hides it in a legend
 
 
@@ -268,6 +377,8 @@ def is_scale(values: Sequence[Any] | store.Array) -> bool:
 def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> list[Group]:
     """The classes of a column, in the order of the legend; those without a value come last."""
     array = np.asarray(values)
+    if array.dtype.kind == "f":
+        array = array + array.dtype.type(0)  # -0.0 is the number 0.0
     texts = array.astype(str)
     if array.dtype.kind == "f":
         texts[~np.isfinite(array)] = ""
@@ -280,12 +391,15 @@ def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> l
         shades = PALETTE_BESIDE_OTHER
         common = {name for name, _ in counts.most_common(len(shades))}
         kept = [name for name in names if name in common]
-        log.info("%s classes: the %s largest have colours of their own", len(names), len(kept))
+        log.info(
+            "%s classes: the %s largest have colours of their own", f"{len(names):,}", len(kept)
+        )
     groups = [(name, shade, texts == name) for name, shade in zip(kept, shades, strict=False)]
     if rest := len(names) - len(kept):
-        groups.append((f"{rest} other classes", OTHER, ~np.isin(texts, [*kept, ""])))
+        other = number_of(rest, "other class", "other classes")
+        groups.append((other, OTHER, ~np.isin(texts, [*kept, ""])))
     if without:
-        groups.append(("(none)", OTHER, texts == ""))
+        groups.append(("(none)", NONE, texts == ""))
     return groups
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from embedx.errors import number_of
 from embedx.figures import (
     NAME,
+    NONE,
     OTHER,
     PALETTE,
     PRINT_DPI,
@@ -19,6 +21,7 @@ from embedx.figures import (
     Group,
     Theme,
     as_label,
+    as_labels,
     color_scale,
     legend,
     new_figure,
@@ -30,7 +33,10 @@ from embedx.store import Array
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
+    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
+    from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
 log = logging.getLogger("embedx")
@@ -41,12 +47,15 @@ PANEL_IN = 5.2
 SMALL_IN = 4.0
 MARGIN = 0.05  # of the map, on each side
 SHADED_FROM = 50_000  # points of a panel: dots would hide each other
-BIN_IN = 1 / 75
-FAINTEST = 0.35  # a lone point must still be seen
-FAINTEST_NUMBER = 0.6  # and its colour, where that is a number, be read
+BIN_IN = 1 / 75  # of a shaded map; larger below 9,000 points
+DOT_PT, SQUARE_PT = 40.0, 8.0  # the largest area of a dot and of a square, in square points
+SMALL_DOT_PT = 8.0
+FAINTEST_NUMBER = 0.6  # the colour of a lone point, where that is a number, must be read
 NAMED_FROM = 10  # points of a class: a name would hide fewer
-NAMED_SHARE = 0.3  # of the points below a name: of fewer it would not be the name
-NAME_PT = 10
+NAMED_SHARE = 0.3  # of the points below a name and around it: of fewer it would not be the name
+NAMED_NEAREST = 5  # points that are looked at, where fewer lie there
+NAME_REACH_PX = 8  # from a name to the nearest point of its class
+NAME_PT, LABEL_PT = 10, 9
 TILE_LEAST_IN = 0.185
 TILES_LEAST = 12  # across a panel; the more, the more rows need them
 FRAME_SHARE = 0.05
@@ -70,6 +79,8 @@ class Panel(NamedTuple):
         members: Which of the n rows the panel is about, the others being pale behind; all where
             not given.
         pictures: Thumbnails of the rows, shape ``(n, h, w, 3)`` uint8, which images need.
+        heading: Above the title of a panel that begins a line; a panel without it goes on in the
+            line of the one before.
     """
 
     title: str
@@ -79,6 +90,7 @@ class Panel(NamedTuple):
     axes: Sequence[str] = ()
     members: Mask | None = None
     pictures: Array | None = None
+    heading: str = ""
 
 
 class _Points(NamedTuple):
@@ -117,15 +129,16 @@ def panels(
     panel_in: float = PANEL_IN,
     named: bool = True,
     told: str | None = None,
+    note: str | None = None,
 ) -> "Figure":
     """Maps side by side in the same colours, with one legend.
 
     Dots lie in an order drawn at random (seed 0), so that no class hides another, and those without
-    a class of their own lowest. Shading gives each square of 1/75 inch the colour of one of its
-    points, drawn at random, or of the mean of their numbers, the fainter the fewer they are, on a
-    logarithmic scale. Images are thumbnails at the places of their rows, as many as fit without
-    touching; the other rows are dots behind them. Shading and images of a map of three dimensions
-    show it from one side, without perspective.
+    a class of their own lowest. Shading gives each square of 1/75 inch, or of up to 1/25 where
+    points are few, the colour of one of its points, drawn at random, or of the mean of their
+    numbers, the fainter the fewer they are, on a logarithmic scale. Images are thumbnails at the
+    places of their rows, as many as fit without touching; the other rows are dots behind them.
+    Shading and images of a map of three dimensions show it from one side, without perspective.
 
     Args:
         shown: The maps, from left to right.
@@ -136,36 +149,38 @@ def panels(
         points: ``auto`` is dots for up to 50,000 points of a panel, and shading above.
         theme: One of ``THEMES``.
         panel_in: Side of a panel in inches.
-        named: Whether classes are named, on their points and in a legend.
+        named: Whether classes are named, in a legend and, where panels have no members, on their
+            points. Where they are not, the title of a panel is its class, and rows that share grey
+            elsewhere are in a strong colour.
         told: Under which name the log says how many rows are shown as images; it does not where
             none is given.
+        note: A line below the title.
 
     Raises:
         DependencyError: matplotlib is not installed.
     """
     look = THEMES[theme]
-    across = min(len(shown), across)
-    down = math.ceil(len(shown) / across)
+    places = _grid(shown, across)
+    down, across = (1 + max(numbers) for numbers in zip(*places, strict=True))
     entries = [(name, look.shade(shade)) for name, shade, _ in colors.groups or ()] * named
-    longest = max((len(as_label(name)) for name, _ in entries), default=0)
-    # Beside the panels a legend takes about 0.09 inch a letter.
-    size_in = (panel_in * across + 0.7 + 0.09 * longest, panel_in * down + 0.6)
     with themed(look):
+        size_in = (panel_in * across, panel_in * down)
         figure = new_figure(size_in, layout="constrained", needed_for=needed_for)
+        grid = figure.add_gridspec(down, across)
         scale = (
             None
             if colors.numbers is None
-            else color_scale(colors.numbers, missing=look.other, darkest=look.darkest)
+            else color_scale(colors.numbers, missing=look.none, darkest=look.darkest)
         )
         drawn = []
-        for number, panel in enumerate(shown, 1):
+        for (line, column), panel in zip(places, shown, strict=True):
             way = "dots" if points == "auto" else points
             if is_shaded(points, panel.coords):
                 way = "density"
             solid = panel.coords.shape[1] == 3 and way == "dots"
             kind = "3d" if solid else "rectilinear"
-            axes = figure.add_subplot(down, across, number, projection=kind)
-            laid = _laid(panel, colors, scale, look, solid=solid)
+            axes = figure.add_subplot(grid[line, column], projection=kind)
+            laid = _laid(panel, colors, scale, look, solid=solid, named=named)
             _dress(axes, panel, look, panel_in=panel_in, solid=solid)
             notes = []
             if way == "dots":
@@ -183,22 +198,70 @@ def panels(
                 notes.append("seen from one side")
             if notes:
                 _note(axes, "; ".join(notes), look)
-            if not solid and way != "images":
+            if not solid and way != "images" and panel.members is None:
                 drawn.append((axes, panel, laid))
+        every = list(figure.axes)
+        bar = key = None
         if scale is not None:
-            figure.colorbar(scale, ax=figure.axes, shrink=0.6, label=as_label(colors.name))
+            bar = figure.colorbar(scale, ax=every, shrink=0.6, label=as_label(colors.name))
         if entries:
-            legend(figure, entries, title=None if colors.name == "label" else colors.name)
-        figure.suptitle(
-            as_label(title, most=int(11.5 * panel_in * across)), x=0.01, ha="left", fontsize=11
-        )
-        if entries and drawn:
-            # Letters that no font has are told when the figure is saved.
-            with warnings.catch_warnings(action="ignore", category=UserWarning):
-                figure.draw_without_rendering()  # room is known when all has its place
+            name = None if colors.name == "label" else colors.name
+            key = legend(figure, entries, title=name, beside=every[across - 1].transAxes)
+        most = int(10 * panel_in * across)
+        lines = [as_label(text, most=most) for text in (title, note) if text]
+        above = figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11)
+        # Letters that no font has are told when the figure is saved.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            _fit(figure, list(zip(every, places, strict=True)), above, key, bar, panel_in=panel_in)
+            if entries:
                 for axes, panel, laid in drawn:
                     _write_names(axes, panel, laid, colors.groups or (), look)
     return figure
+
+
+def _grid(shown: Sequence[Panel], across: int) -> list[tuple[int, int]]:
+    """The line and the column of each panel."""
+    places: list[tuple[int, int]] = []
+    for panel in shown:
+        line, column = places[-1] if places else (0, -1)
+        begins = places and (panel.heading or column + 1 == across)
+        places.append((line + 1, 0) if begins else (line, column + 1))
+    return places
+
+
+def _fit(
+    figure: "Figure",
+    panels_at: Sequence[tuple["Axes", tuple[int, int]]],
+    above: "Text",
+    key: "Legend | None",
+    bar: "Colorbar | None",
+    *,
+    panel_in: float,
+) -> None:
+    """Make the figure as large as its panels and all that stands around them."""
+    figure.draw_without_rendering()
+    dpi = figure.dpi
+    lines, columns = (
+        1 + max(numbers) for numbers in zip(*(at for _, at in panels_at), strict=True)
+    )
+    around = np.zeros((4, lines, columns))  # left, right, below, above, in px
+    for axes, at in panels_at:
+        inner, outer = axes.get_window_extent(), axes.get_tightbbox()
+        if outer is not None:
+            less, more = np.subtract(inner.min, outer.min), np.subtract(outer.max, inner.max)
+            around[:, *at] = np.maximum(0, [less[0], more[0], less[1], more[1]])
+    gap = 2 * 3 / 72  # of matplotlib's layout, around each panel
+    beside_in = 0.0 if key is None else key.get_window_extent().width / dpi + 2 * gap
+    wide = around[:2].max(axis=1).sum() / dpi + columns * (panel_in + gap)
+    if bar is not None and (box := bar.ax.get_tightbbox()) is not None:
+        wide += box.width / dpi + 4 * gap
+    tall = around[2:].max(axis=2).sum() / dpi + lines * (panel_in + gap)
+    tall += above.get_window_extent().height / dpi + gap
+    figure.set_size_inches(wide + beside_in, tall)
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(rect=(0, 0, wide / (wide + beside_in), 1))  # type: ignore[call-arg]  # the constrained one takes it
+    figure.draw_without_rendering()
 
 
 def is_shaded(points: Points, coords: Array) -> bool:
@@ -256,7 +319,13 @@ def _seen(coords: Array, *, solid: bool) -> Array:
 
 
 def _laid(
-    panel: Panel, colors: Colors, scale: "ScalarMappable | None", look: Theme, *, solid: bool
+    panel: Panel,
+    colors: Colors,
+    scale: "ScalarMappable | None",
+    look: Theme,
+    *,
+    solid: bool,
+    named: bool,
 ) -> _Points:
     from matplotlib.colors import to_rgb
 
@@ -272,7 +341,9 @@ def _laid(
         is_grey = np.zeros(n, bool)
         for _, shade, mask in colors.groups or ():
             shades[mask[panel.rows]] = to_rgb(look.shade(shade))
-            is_grey |= mask[panel.rows] & (shade == OTHER)
+            is_grey |= mask[panel.rows] & (shade in (OTHER, NONE))
+        if not named:
+            shades[is_grey] = to_rgb(look.strong)
     is_member = np.ones(n, bool) if panel.members is None else panel.members
     points = _Points(np.arange(n), seen, shades, is_grey, is_member, numbers)
     return points.taken(np.asarray(np.isfinite(seen).all(axis=1)))
@@ -284,7 +355,11 @@ def _laid(
 def _dress(axes: "Axes", panel: Panel, look: Theme, *, panel_in: float, solid: bool) -> None:
     """Title, frame and limits of a panel."""
     small = panel_in < SMALL_IN
-    axes.set_title(panel.title, fontsize=9 if small else 10)
+    size = 9 if small else 10
+    axes.set_title(panel.title, fontsize=size)
+    if panel.heading:
+        below = "\n " * len(panel.title.splitlines())
+        axes.set_title(panel.heading + below, loc="left", fontsize=size, linespacing=1.6)
     sides = "xyz" if solid else "xy"
     for side, low, high in zip(sides, *_window(panel, solid=solid), strict=True):
         getattr(axes, f"set_{side}lim")(low, high)
@@ -297,13 +372,18 @@ def _dress(axes: "Axes", panel: Panel, look: Theme, *, panel_in: float, solid: b
             spine.set_color(look.other)
     if solid or panel.coords.shape[1] != 3:
         for side, text in zip(sides[: panel.coords.shape[1]], panel.axes, strict=False):
-            getattr(axes, f"set_{side}label")(as_label(text), fontsize=9)
+            getattr(axes, f"set_{side}label")(as_label(text), fontsize=LABEL_PT)
 
 
 def _note(axes: "Axes", text: str, look: Theme) -> None:
-    axes.text(
-        *(1, -0.012, text),
-        transform=axes.transAxes,
+    label = axes.xaxis.label
+    down_pt = 3 + (LABEL_PT + 5) * bool(label.get_text())
+    axes.annotate(
+        text,
+        (1, 0),
+        xycoords="axes fraction",
+        xytext=(0, -down_pt),
+        textcoords="offset points",
         ha="right",
         va="top",
         fontsize=7,
@@ -328,11 +408,15 @@ def _draw_dots(
         (points, {"c": points.shades, "alpha": alpha, "zorder": 2}),
     ):
         if n := len(part.at):
-            # Fewer points are drawn larger: about the same ink from 200 to 20,000 of them.
-            size = float(np.clip(9000 / n, 2.0, 8.0 if small else 40.0))
+            size = max(2.0, _area_pt(n, most=SMALL_DOT_PT if small else DOT_PT))
             size *= (panel_in / PANEL_IN) ** 2
             drawn: dict[str, Any] = {"s": size, "linewidths": 0, "rasterized": True, **style}
             axes.scatter(*part.xy.T, **drawn)
+
+
+def _area_pt(n: int, *, most: float) -> float:
+    """Fewer points are drawn larger: about the same ink from 200 to 20,000 of them."""
+    return min(9000 / max(n, 1), most)
 
 
 def _within(axes: "Axes", xy: Array) -> Array:
@@ -346,22 +430,25 @@ def _draw_density(
 ) -> str:
     from matplotlib.colors import to_rgb
 
-    bins = round(panel_in / BIN_IN)
+    bins = round(panel_in / max(BIN_IN, _area_pt(len(laid.at), most=SQUARE_PT) ** 0.5 / 72))
     behind = laid.taken(~laid.is_member)
     if len(behind.at):
         pale = behind._replace(shades=np.tile(to_rgb(look.behind), (len(behind.at), 1)))
-        image, _ = shaded(_within(axes, pale.xy), pale.shades, bins=bins)
-        image[..., 3] = image[..., 3] > 0
+        image, _ = shaded(_within(axes, pale.xy), pale.shades, bins=bins, faintest=1.0)
         _draw_image(axes, image, zorder=1)
     points = laid.taken(laid.is_member)
-    numbers = None if scale is None else points.numbers
     image, counts = shaded(
-        _within(axes, points.xy), points.shades, bins=bins, numbers=numbers, scale=scale
+        _within(axes, points.xy),
+        points.shades,
+        bins=bins,
+        faintest=look.faintest if scale is None else max(look.faintest, FAINTEST_NUMBER),
+        numbers=None if scale is None else points.numbers,
+        scale=scale,
     )
     _draw_image(axes, image, zorder=2)
     most = counts.max()
     depth = f", from 1 (faint) to {most:,} in a square" if most > 1 else ""
-    return f"{len(points.at):,} points{depth}"
+    return number_of(len(points.at), "point", "points") + depth
 
 
 def shaded(
@@ -369,6 +456,7 @@ def shaded(
     shades: Array,
     *,
     bins: int,
+    faintest: float,
     numbers: Array | None = None,
     scale: "ScalarMappable | None" = None,
 ) -> tuple[Array, Array]:
@@ -379,14 +467,15 @@ def shaded(
         shades: Their colours, shape ``(n, 3)``, 0 to 1: a square has that of one of its points,
             drawn at random (seed 0).
         bins: Squares across and up.
+        faintest: Opacity of a square with one point, where the most are 14 or more; the fewer
+            those are, the less it need be fainter.
         numbers: Shape ``(n,)``: where given, a square has the colour of their mean, which NaN is
             left out of.
         scale: What gives that colour.
 
     Returns:
         The picture, shape ``(bins, bins, 4)``, 0 to 1, the lowest row first: opacity is 0 where
-        nothing is, 0.35 for one point (0.6 with numbers), 1 for the most, and between goes with
-        the logarithm. And
+        nothing is, 1 for the most points, and goes with the logarithm between one and those. And
         the number of points in each square, shape ``(bins, bins)``.
     """
     column, row = (places * bins).astype(np.int64).clip(0, bins - 1).T
@@ -404,7 +493,7 @@ def shaded(
         image[occupied, :3] = scale.to_rgba(means)[:, :3]
     most = counts.max()
     depth = np.log(counts[occupied]) / np.log(most) if most > 1 else np.ones(len(occupied))
-    least = FAINTEST if numbers is None else FAINTEST_NUMBER
+    least = max(faintest, 1 / (1 + math.log2(max(most, 1)) / 2))
     image[occupied, 3] = least + (1 - least) * depth
     return image.reshape(bins, bins, 4), counts.reshape(bins, bins)
 
@@ -457,7 +546,8 @@ def _draw_images(axes: "Axes", panel: Panel, laid: _Points, look: Theme, *, pane
     _draw_dots(axes, laid.taken(rest), look, panel_in=panel_in, small=True)
     _draw_image(axes, sheet, zorder=3, smooth=True)
     others = ", the others as dots" if len(chosen) < len(members) else ""
-    return f"{len(chosen):,} of {len(members):,} rows as pictures{others}"
+    of = number_of(len(members), "row as a picture", "rows as pictures")
+    return f"{len(chosen):,} of {of}{others}"
 
 
 def without_overlap(places: Array, *, width: int, height: int, most: int) -> tuple[Array, Array]:
@@ -503,21 +593,26 @@ def _write_names(
     axes: "Axes", panel: Panel, laid: _Points, groups: Sequence[Group], look: Theme
 ) -> None:
     """Write each class on its points, the largest first, or beside them where they are few."""
-    to_px = axes.transData.transform
     bounds = axes.get_window_extent()
-    pixels = to_px(laid.xy) if len(laid.at) else np.zeros((0, 2))
+    pixels = axes.transData.transform(laid.xy) if len(laid.at) else np.zeros((0, 2))
     every = slice(None, None, max(1, len(pixels) // 20_000))
-    written: list[Array] = []
+    names = as_labels([name for name, _, _ in groups], most=20)
     masks = [
-        (name, mask[panel.rows][laid.at] & laid.is_member)
-        for name, shade, mask in groups
-        if shade != OTHER
+        (name, mask[panel.rows][laid.at])
+        for name, (_, shade, mask) in zip(names, groups, strict=True)
+        if shade not in (OTHER, NONE)
     ]
-    for name, mask in sorted(masks, key=lambda group: -int(group[1].sum())):
+    classes = np.full(len(pixels), -1)
+    for number, (_, mask) in enumerate(masks):
+        classes[mask] = number
+    crowd = _Crowd(pixels[every], classes[every], len(masks))
+    written: list[Array] = []
+    for number in sorted(range(len(masks)), key=lambda number: -int(masks[number][1].sum())):
+        name, mask = masks[number]
         if mask.sum() < NAMED_FROM:
             continue
         text = axes.text(
-            *(0, 0, as_label(name, most=20)),
+            *(0, 0, name),
             ha="center",
             va="center",
             fontsize=NAME_PT if bounds.width > SMALL_IN * axes.figure.dpi else NAME_PT - 2,
@@ -529,7 +624,7 @@ def _write_names(
         )
         extent = text.get_window_extent()
         half = np.array([extent.width, extent.height]) / 2 + 2
-        at = _free_place(pixels[mask], pixels[every], mask[every], half, bounds, written)
+        at = _free_place(pixels[mask], crowd, number, half, bounds, written)
         if at is None:
             text.remove()
             continue
@@ -537,49 +632,84 @@ def _write_names(
         text.set_position(tuple(axes.transData.inverted().transform(at)))
 
 
+class _Crowd(NamedTuple):
+    """Points of all classes, in px, the number of the class of each, -1 for none, and how many."""
+
+    xy: Array
+    classes: Array
+    n_classes: int
+
+    def share(self, own: int, at: Array, half: Array) -> float:
+        """Of a class among the points at a box, 0 where that may not bear the name of the class.
+
+        Of the points that the box covers, and of those around it, which are all that is seen, more
+        must be of the class than of any other. One of the class must be close, and none of another
+        closer. What is of no class counts for none of them.
+        """
+        apart = np.linalg.norm(np.maximum(np.abs(self.xy - at) - half, 0), axis=1)
+        if apart[self.classes == own].min(initial=np.inf) > NAME_REACH_PX:
+            return 0.0
+        covered = self.classes[apart == 0]
+        order = np.argsort(apart)[len(covered) :]
+        n_near = np.searchsorted(apart[order], NAME_REACH_PX, side="right")
+        around = self.classes[order[: max(NAMED_NEAREST, n_near)]]
+        shares = []
+        for classes in (covered, around):
+            counts = np.bincount(classes[classes >= 0], minlength=self.n_classes)
+            if len(classes) and (counts >= counts[own]).sum() > 1:
+                return 0.0
+            shares.append(counts[own] / max(len(classes), 1))
+        if (around[around >= 0][:1] != own).any():
+            return 0.0
+        return float(min(shares)) if len(covered) else float(shares[1])
+
+
 def _free_place(
     members: Array,
-    crowd: Array,
-    is_own: Mask,
+    crowd: _Crowd,
+    own: int,
     half: Array,
     bounds: "Bbox",
     written: Sequence[Array],
 ) -> Array | None:
-    """Where a name may stand: on its class, where there is most of it, else close beside it.
+    """Where a name may stand: on its class, where that is densest, else close beside it.
 
     Args:
         members: Places of the class in px.
-        crowd: Places of points of all classes.
-        is_own: Which of those are of the class.
+        crowd: The points of all classes, or as many of them as tell.
+        own: The number of the class.
         half: Half the width and the height of the name.
         bounds: Of the panel.
         written: Lowest and highest corners of the names that are there.
     """
     sample = members[:: max(1, len(members) // 300)]
-    between = np.linalg.norm(sample[:, None] - sample[None, :], axis=2)
-    spread = np.median(between, axis=1)
-    central = np.argsort(spread, kind="stable")[: max(1, min(len(sample) // 2, 80))]
-    low, high = np.percentile(members, [10, 90], axis=0)
+    between = np.sort(np.linalg.norm(sample[:, None] - sample[None, :], axis=2), axis=1)
+    spread = between[:, : max(4, len(sample) // 4)].mean(axis=1)
+    dense = np.argsort(spread, kind="stable")[: max(1, min(len(sample) // 2, 80))]
+    middle = sample[dense[0]]
+    # Half of the class around its densest place: where the others are says little of that.
+    away = np.linalg.norm(members - middle, axis=1)
+    nearest = members[away <= np.median(away)]
+    low, high = nearest.min(axis=0), nearest.max(axis=0)
     best, best_merit = None, -np.inf
-    if ((high - low) > 1.2 * half).any():  # else the name would hide all of it
-        for at, far in zip(sample[central], spread[central] / spread.max(), strict=True):
+    if ((high - low) > half).any():  # else the name would hide all of it
+        for at, far in zip(sample[dense], spread[dense] / max(spread.max(), 1e-9), strict=True):
             if _is_free(at, half, bounds, written):
-                share = is_own[(np.abs(crowd - at) < half).all(axis=1)].mean()
+                share = crowd.share(own, at, half)
                 if share >= NAMED_SHARE and share - far > best_merit:
                     best, best_merit = at, share - far
     if best is not None:
         return np.asarray(best)
-    middle = sample[central[0]]
-    around = np.abs(crowd - middle) < np.maximum(half, (high - low) / 2)
-    if is_own[around.all(axis=1)].mean() < NAMED_SHARE:
-        return None  # it is nowhere in particular, and a name would say that it is
-    low, high = np.percentile(members, [2, 98], axis=0)
     fewest = np.inf
     for i, j in ((0, 1), (0, -1), (-1, 0), (1, 0), (-1, 1), (1, 1), (-1, -1), (1, -1)):
         edge = np.where([i > 0, j > 0], high, low) + np.array([i, j]) * (half + 2)
         at = np.where([i != 0, j != 0], edge, middle)
-        hidden = int((np.abs(crowd - at) < half).all(axis=1).sum())
-        if hidden < fewest and _is_free(at, half, bounds, written):
+        hidden = int((np.abs(crowd.xy - at) < half).all(axis=1).sum())
+        if (
+            hidden < fewest
+            and _is_free(at, half, bounds, written)
+            and crowd.share(own, at, half) >= NAMED_SHARE
+        ):
             best, fewest = at, hidden
     return None if best is None else np.asarray(best)
 

@@ -1,6 +1,7 @@
 """The stage ``view``: maps as pictures, and TensorBoard on this machine alone."""
 
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import logging
@@ -20,13 +21,14 @@ import numpy as np
 
 from embedx import ready_made, store
 from embedx.checks import checked, signature_of
-from embedx.errors import ConfigError, DataError, missing_extra
+from embedx.errors import ConfigError, DataError, missing_extra, number_of
 from embedx.figures import (
     PALETTE,
     PRINT_DPI,
     THEMES,
     Colors,
     as_label,
+    as_labels,
     colors_of,
     column_of,
     natural,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("embedx")
 
 PANELS_ACROSS = 3
+COLUMN_MOST = 60  # letters of a column in the name of a file
 FACETS_ACROSS, FACET_IN = 4, 3.2
 FACETS_MOST = 24
 INTERVALS = 8
@@ -79,7 +82,7 @@ def view(
         projections: Names or paths of projections; all of them where not given.
         color: Column to colour by: ``label``, a metadata column, ``predicted`` where outputs were
             saved, ``neighborhood`` for each point's own score (the share of its nearest rows that
-            are near it in the map), or ``none``. Of more than ten classes the eight largest have a
+            are near it in the map), or ``none``. Of more than ten classes the nine largest have a
             colour of their own and the others share grey; of more than ten numbers it is a scale.
         points: ``dots``; ``density`` for shading, the fainter the fewer points; ``images`` for
             thumbnails in place of points, as many as fit without touching. ``auto`` is dots for up
@@ -102,7 +105,8 @@ def view(
 
     Raises:
         ConfigError: No such column, an option that the viewer does not have, or the port is in use.
-        DataError: There is no projection, no export to serve, or no thumbnails for images.
+        DataError: There is no projection, no row of one that has a place, no export to serve, or
+            no thumbnails for images.
         DependencyError: The ``viz`` extra is not installed.
         StoreError: A file is missing or damaged, or there is no space.
     """
@@ -161,7 +165,10 @@ def view(
             f"path={opened.path}"
         )
     facets = None if facet is None else _facets(opened, facet)
-    drawing = _Drawing(opened, maps, color, colors, facets, facet, points, theme)
+    missing = _missing(opened, maps)
+    if missing:
+        log.info(missing)
+    drawing = _Drawing(opened, maps, color, colors, facets, facet, points, theme, missing)
     written = []
     figures = []
     for number, projection in enumerate(maps):
@@ -228,6 +235,7 @@ class _Drawing(NamedTuple):
     facet: str | None
     points: Points
     theme: str
+    missing: str
 
     @property
     def paper(self) -> str:
@@ -238,7 +246,13 @@ class _Drawing(NamedTuple):
         """Of the names of files: a map drawn otherwise is another picture."""
 
         def plain(name: str) -> str:
-            return re.sub(r"[^A-Za-z0-9_.]", "_", name)
+            escaped = re.sub(r"[^A-Za-z0-9_.]", "_", name)[:COLUMN_MOST]
+            if escaped == name:
+                return name
+            # A hyphen is in no escaped name: no other column has this one.
+            return (
+                f"{escaped}-{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:6]}"
+            )
 
         color = "" if self.color == "label" else f"-{plain(self.color)}"
         facet = "" if self.facet is None else f"-by-{plain(self.facet)}"
@@ -275,6 +289,7 @@ class _Drawing(NamedTuple):
             panel_in=FACET_IN if is_small else PANEL_IN,
             named=self.facet != self.color,
             told=told,
+            note=self.missing,
         )
 
     def _panels(self, number: int, maps: Sequence[Projection]) -> list[Panel]:
@@ -294,12 +309,43 @@ class _Drawing(NamedTuple):
             return [whole]
         placed = np.isfinite(projection.coords).all(axis=1)
         shown = []
-        for value, mask in self.facets:
-            title = f"{as_label(value)} ({int((mask & placed).sum()):,})"
-            if len(maps) > 1:
-                title = f"{_title(projection, maps)}\n{title}"
-            shown.append(whole._replace(title=title, members=mask))
+        for value, (_, mask) in zip(
+            as_labels([v for v, _ in self.facets]), self.facets, strict=True
+        ):
+            title = f"{value} ({int((mask & placed).sum()):,})"
+            shown.append(whole._replace(title=title, members=mask, axes=()))
+        heading = whole.title if len(maps) > 1 else ""
+        shown[0] = shown[0]._replace(axes=axes, heading=heading)  # the others are like it
         return shown
+
+
+def _missing(opened: Embeddings, maps: Sequence[Projection]) -> str:
+    """Which rows are not drawn, in one line; nothing where all are.
+
+    Raises:
+        DataError: None of them can be drawn.
+    """
+    n_failed = int((~opened.ok).sum())
+    unplaced = {}
+    for projection in maps:
+        placed = np.isfinite(projection.coords).all(axis=1)
+        unplaced[projection.path] = int((opened.ok & ~placed).sum())
+    if n_failed == opened.n_rows:
+        raise DataError(
+            f"every row of {opened.path} failed, and there is nothing to draw; the reasons are in "
+            f"{store.errors_path(opened.path)}"
+        )
+    if all(n == opened.n_rows - n_failed for n in unplaced.values()):
+        raise DataError(
+            f"no row of {opened.path} has a place in {', '.join(map(str, unplaced))}; make the map "
+            "again, with overwrite=true"
+        )
+    parts = [f"{n_failed:,} of {number_of(opened.n_rows, 'row', 'rows')} failed"] * bool(n_failed)
+    for projection in maps:
+        if n := unplaced[projection.path]:
+            rows = number_of(n, "row has", "rows have")
+            parts.append(f"{rows} no place in {projection.name}")
+    return f"not drawn: {', '.join(parts)}" if parts else ""
 
 
 def _facets(opened: Embeddings, facet: str) -> list[tuple[str, Mask]]:
@@ -314,6 +360,7 @@ def _facets(opened: Embeddings, facet: str) -> list[tuple[str, Mask]]:
     finite = opened.ok.copy()
     is_number = values.dtype.kind in "fiu"
     if is_number:
+        values = values + values.dtype.type(0)  # -0.0 is the number 0.0
         finite &= np.isfinite(values)
         distinct = np.unique(values[finite])
         if len(distinct) > FACETS_MOST:
@@ -336,7 +383,7 @@ def _facets(opened: Embeddings, facet: str) -> list[tuple[str, Mask]]:
         if len(names) > FACETS_MOST:
             log.info(
                 "%s values of %s: the %s largest have a panel of their own",
-                len(names),
+                f"{len(names):,}",
                 facet,
                 FACETS_MOST - 1,
             )
@@ -344,13 +391,11 @@ def _facets(opened: Embeddings, facet: str) -> list[tuple[str, Mask]]:
             kept = [name for name in names if name in common]
             rest = finite & ~np.isin(texts, kept)
             facets = [(name, finite & (texts == name)) for name in kept]
-            facets.append((f"{len(names) - len(kept)} others", rest))
+            facets.append((f"{len(names) - len(kept):,} others", rest))
         else:
             facets = [(name, finite & (texts == name)) for name in names]
     if (without := opened.ok & ~finite).any():
         facets.append(("(none)", without))
-    if not facets:
-        raise DataError(f"every row of {opened.path} failed, and facet={facet} has nothing to show")
     return facets
 
 
@@ -449,9 +494,9 @@ def _serve(opened: Embeddings, folder: Path, *, port: int, show: bool) -> None:
         maps = (export.parent / "projections").glob("*.h5")
         if n_newer := sum(path.stat().st_mtime > exported for path in maps):
             log.warning(
-                "%s maps are newer than the export and not in it; to show them too: python -m "
-                "embedx export embeddings=%s",
-                n_newer,
+                "%s newer than the export and not in it; to show all: python -m embedx export "
+                "embeddings=%s",
+                number_of(n_newer, "map is", "maps are"),
                 export.parent,
             )
     if importlib.util.find_spec("tensorboard") is None:

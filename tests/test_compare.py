@@ -250,6 +250,27 @@ def test_of_too_many_maps_the_best_are_drawn_and_the_others_named(
     assert len(found.table) == 5
 
 
+def test_maps_that_were_made_with_the_labels_are_said_to_be_in_the_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "embedx")
+    path = make_run(tmp_path / "a", 1.0)
+    said = (
+        "a map with supervised=true was made with the labels: its 5-NN, and a rank by that, say "
+        "nothing of the model"
+    )
+    pca = {"settings": json.dumps({"method": "pca", "layer": "avgpool"})}
+    projection_file(path, "pca-000000", rows(1.0)[:, :2], **pca)
+    for number, supervised in enumerate([False, True]):
+        given = settings(n_neighbors=5, supervised=supervised)
+        projection_file(path, f"umap-{number:06d}", rows(1.0)[:, :2], **given)
+        found = compare([path], projections=["pca", f"umap-{number:06d}"], out=tmp_path / "out")
+        told = {row["map"]: row["settings"] for row in found.table if row["map"]}
+        assert told == {"pca-000000": "", f"umap-{number:06d}": "supervised=true" * supervised}
+        assert caplog.messages.count(said) == supervised
+        assert any("UMAP, supervised=true" in line for line in caplog.messages) == supervised
+
+
 def test_maps_scored_in_two_metrics_are_not_passed_off_as_comparable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from embedx import store
 from embedx.errors import ConfigError, DataError, StoreError
-from embedx.figures import OTHER, PALETTE, PALETTE_BESIDE_OTHER
+from embedx.figures import NONE, OTHER, PALETTE, PALETTE_BESIDE_OTHER, THEMES
 from embedx.view import view
 from tests.conftest import by_axes, drawn_classes, embeddings_file, projection_file
 
@@ -202,6 +202,74 @@ def test_failed_and_unplaced_rows_are_not_drawn(tmp_path: Path) -> None:
     assert np.isfinite(shown).all()
 
 
+def test_rows_that_are_not_drawn_are_said_in_the_log_and_in_the_picture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    xy, labels = blobs(30, 3)
+    far = xy.copy()
+    far[[7, 8]] = np.nan
+    maps = {"umap": xy, "pca": far}
+    path = make_run(tmp_path / "some", maps, labels=labels, failed=(0, 5, 9))
+    said = "not drawn: 3 of 30 rows failed, 2 rows have no place in pca-000001"
+    for facet in (None, "label"):
+        figure = draw(path, facet=facet)
+        assert figure.get_suptitle().splitlines()[1] == said
+    assert caplog.messages.count(said) == 2
+    caplog.clear()
+    figure = draw(make_run(tmp_path / "none", {"umap": xy}, labels=labels))
+    assert len(figure.get_suptitle().splitlines()) == 1
+    assert "not drawn" not in caplog.text
+
+
+def test_where_no_row_can_be_drawn_no_picture_is_and_one_line_says_why(tmp_path: Path) -> None:
+    xy, labels = blobs(30, 3)
+    path = make_run(tmp_path / "failed", {"umap": xy}, labels=labels, failed=tuple(range(30)))
+    reasons = tmp_path / "failed" / "errors.jsonl"
+    for facet in (None, "label"):
+        with pytest.raises(DataError) as caught:
+            view(path, facet=facet)
+        assert str(caught.value) == (
+            f"every row of {path} failed, and there is nothing to draw; the reasons are in "
+            f"{reasons}"
+        )
+    empty = make_run(tmp_path / "empty", {"umap": np.full((30, 2), np.nan)}, labels=labels)
+    where = empty.parent / "projections" / "umap-000000.h5"
+    with pytest.raises(DataError) as caught:
+        view(empty)
+    assert str(caught.value) == (
+        f"no row of {empty} has a place in {where}; make the map again, with overwrite=true"
+    )
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.parametrize("facet", [None, "label"])
+@pytest.mark.parametrize("m", [2, 3])
+def test_panels_are_as_large_as_they_are_meant_to_be_and_the_legend_is_beside_the_first_line(
+    tmp_path: Path, facet: str | None, m: int
+) -> None:
+    xy, _ = blobs(60, 3, m=m)
+    where = ["north", "south", "a name of some length"] * 20
+    path = make_run(
+        tmp_path, {"umap": xy, "pca": xy}, labels=[0, 1] * 30, metadata={"where": where}
+    )
+    figure = draw(path, color="where", facet=facet)
+    side = (5.2 if facet is None else 3.2) * figure.dpi
+    figure.draw_without_rendering()
+    boxes = [axes.get_window_extent() for axes in figure.axes]
+    for box in boxes:
+        assert min(box.width, box.height) == pytest.approx(side, rel=0.02)
+        assert max(box.width, box.height) < 1.06 * side
+    (key,) = figure.legends
+    extent = key.get_window_extent()
+    (last,) = [box for box in boxes if box.x1 == max(b.x1 for b in boxes)][:1]
+    assert extent.y1 <= last.y1 + 1
+    assert 0 <= extent.x0 - last.x1 < 25
+    assert extent.x1 <= figure.bbox.x1
+    whole = figure.get_tightbbox()
+    assert whole.width * figure.dpi > 0.97 * figure.bbox.width  # no empty margin
+
+
 def test_title_says_model_data_and_layer(tmp_path: Path) -> None:
     xy, labels = blobs(30, 3)
     figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels))
@@ -222,22 +290,22 @@ def test_of_more_than_ten_classes_the_rarest_share_grey(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    labels = [i % 12 for i in range(120)] + [11, 11, 10, 10] + list(range(2, 8)) * 2
+    labels = [i % 12 for i in range(120)] + [11, 11, 10, 10] + list(range(2, 9)) * 2
     xy = np.random.default_rng(0).normal(size=(len(labels), 2))
     figure = draw(make_run(tmp_path, {"umap": xy, "pca": xy}, labels=labels))
-    large = [2, 3, 4, 5, 6, 7, 10, 11]
+    large = [2, 3, 4, 5, 6, 7, 8, 10, 11]
     assert legend(figure) == {
         **{f"class {i}": shade for i, shade in zip(large, PALETTE_BESIDE_OTHER, strict=True)},
-        "4 other classes": OTHER,
+        "3 other classes": OTHER,
     }
     shown = drawn_classes(figure)
-    assert len(shown["4 other classes"][1]) == 40
+    assert len(shown["3 other classes"][1]) == 30
     assert np.allclose(shown["class 11"][1], by_axes(xy[np.array(labels) == 11]), atol=1e-5)
     assert sum(len(points) for _, points in shown.values()) == len(labels)
     (artist,) = figure.axes[0].collections
     grey = [to_hex(shade) == OTHER for shade in artist.get_facecolor()]
-    assert grey == [True] * 40 + [False] * (len(labels) - 40)  # below the others
-    said = "12 classes: the 8 largest have colours of their own"
+    assert grey == [True] * 30 + [False] * (len(labels) - 30)  # below the others
+    said = "12 classes: the 9 largest have colours of their own"
     assert caplog.messages.count(said) == 1
 
 
@@ -245,7 +313,7 @@ def test_rows_without_a_label_are_grey_and_nameless(tmp_path: Path) -> None:
     xy, labels = blobs(60, 3)
     labels[::2] = [-1] * 30
     figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels))
-    assert legend(figure)["(none)"] == OTHER
+    assert legend(figure)["(none)"] == NONE
     assert list(legend(figure))[-1] == "(none)"
     assert len(drawn_classes(figure)["(none)"][1]) == 30
     assert "(none)" not in [text.get_text() for text in figure.axes[0].texts]
@@ -256,7 +324,71 @@ def test_legend_counts_as_people_do(tmp_path: Path) -> None:
     xy, labels = blobs(90, 9)
     figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels, names=names))
     shown = list(legend(figure))
-    assert shown == ["007", "7", "9", "10", "9" * 29 + "...", "a", "B", "img 3", "img 12"]
+    assert shown == ["007", "7", "9", "10", f"{'9' * 15}...{'9' * 14}", "a", "B", "img 3", "img 12"]
+
+
+def test_no_two_names_are_drawn_alike_however_long_and_alike_they_are() -> None:
+    from embedx.figures import as_labels
+
+    rng = np.random.default_rng(0)
+    for most in (20, 32, 64):
+        for _ in range(300):
+            names = ["".join(rng.choice(list("ab "), k)) for k in (2, 2, 25, 40, 100, 100)]
+            middle = len(names[-1]) // 2  # alike at both ends
+            names += [f"{names[-1][:middle]}{c}{names[-1][middle:]}" for c in "xyz"]
+            texts = as_labels(names, most=most)
+            assert len(set(texts)) == len(names)
+            assert max(map(len, texts)) <= most + len(" (9)")
+    begins = "n02123045_domestic_animals_and_household_pets/"
+    told = as_labels([f"{begins}tabby", f"{begins}siamese", "(none)", " ", "(none)"])
+    assert told[0].endswith("pets/tabby")
+    assert told[1].endswith("pets/siamese")
+    assert told[2:] == ["(none)", "' '", "(none) (2)"]
+
+
+def test_classes_that_begin_alike_are_told_apart_in_legend_map_and_facets(tmp_path: Path) -> None:
+    begins = "n02123045_domestic_animals_and_household_pets/"
+    names = [
+        f"{begins}tabby",
+        f"{begins}siamese",
+        "Norwegian forest cat 2",
+        "Norwegian forest cat 3",
+    ]
+    xy, labels = blobs(400, 4)
+    path = make_run(tmp_path, {"umap": xy}, labels=labels, names=names)
+    figure = draw(path)
+    inside = [text.get_text() for text in figure.axes[0].texts]
+    titles = [title.rpartition(" (")[0] for title in panel_titles(draw(path, facet="label"))]
+    for shown in (list(legend(figure)), inside, titles):
+        ends = [next(n for n in names if n.endswith(text[-6:])) for text in shown]
+        assert sorted(ends) == sorted(names)
+
+
+def test_a_name_stands_by_points_of_its_own_class_or_in_the_legend_alone(tmp_path: Path) -> None:
+    n_named = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        n = (28, 60, 400)[seed % 3]
+        labels = rng.integers(0, 2 + seed % 4, n)
+        xy = rng.normal(size=(n, 2)) + labels[:, None] * (seed % 2)
+        figure = draw(make_run(tmp_path / str(seed), {"umap": xy}, labels=labels.tolist()))
+        (axes,) = figure.axes
+        figure.draw_without_rendering()
+        places = axes.transData.transform(xy)
+        for text in axes.texts:
+            own = labels == int(text.get_text().split()[1])
+            box = text.get_window_extent().padded(2)
+            apart = np.maximum(0, np.maximum(box.min - places, places - box.max))
+            apart = np.hypot(*apart.T)
+            seen = np.flatnonzero(apart > 0)
+            assert own[seen[apart[seen].argmin()]]
+            assert apart[own].min() < 9
+            assert own[seen[np.argsort(apart[seen])[:5]]].mean() > 1 / 5
+            if (apart == 0).any():
+                covered = np.bincount(labels[apart == 0], minlength=6)
+                assert covered.argmax() == labels[own][0]
+            n_named += 1
+    assert n_named > 12
 
 
 def test_names_of_classes_stand_on_their_points_and_not_on_each_other(tmp_path: Path) -> None:
@@ -335,7 +467,8 @@ def test_dollar_signs_are_shown_as_they_are_and_not_as_mathematics() -> None:
         text = as_label(name)
         assert not is_math_text(text)
         plain = text.replace(r"\$", "$").removeprefix("\u200b")
-        assert plain[:20] == " ".join(name.split())[:20]
+        line = " ".join(name.split())
+        assert (plain[:14], plain[-14:]) == (line[:14], line[-14:])
 
 
 # --------------------------------------------------------------------------- colour
@@ -357,7 +490,7 @@ def test_column_of_numbers_is_a_scale(tmp_path: Path) -> None:
         (artist,) = figure.axes[panel].collections
         colors = artist.get_facecolor()[:, :3]
         expected = matplotlib.colormaps["cividis"]((ages + 5) / 10)[:, :3]
-        expected[7] = to_rgb(OTHER)
+        expected[7] = to_rgb(NONE)
         place = np.asarray(artist.get_offsets())
         row = np.abs(place[:, None] - xy[None, :]).sum(axis=2).argmin(axis=1)
         assert sorted(row) == list(range(60))
@@ -371,6 +504,7 @@ def test_column_of_few_numbers_or_of_texts_is_classes(tmp_path: Path) -> None:
     metadata = {
         "grade": np.arange(60) % 4 * 5,
         "share": np.array([0.5, np.nan, 0.25] * 20),
+        "sign": np.array([0.0, -0.0, 1.5] * 20, np.float32),
         "where": ["north", "", "south"] * 20,
     }
     path = make_run(tmp_path, {"umap": xy}, metadata=metadata)
@@ -380,8 +514,11 @@ def test_column_of_few_numbers_or_of_texts_is_classes(tmp_path: Path) -> None:
     assert legend(draw(path, color="share")) == {
         "0.25": PALETTE[0],
         "0.5": PALETTE[1],
-        "(none)": OTHER,
+        "(none)": NONE,
     }
+    signs = draw(path, color="sign", facet="grade")
+    assert list(legend(signs)) == ["0.0", "1.5"]
+    assert panel_titles(draw(path, facet="sign")) == ["0.0 (40)", "1.5 (20)"]
     where = draw(path, color="where")
     assert list(legend(where)) == ["north", "south", "(none)"]
     assert np.allclose(drawn_classes(where)["south"][1], by_axes(xy[2::3]), atol=1e-5)
@@ -420,21 +557,20 @@ def test_unknown_colour_is_refused_with_what_there_is(tmp_path: Path) -> None:
         np.ones((40, 2)),
         np.ones((40, 3)),
         np.array([[0.0, 0.0]] * 39 + [[3e38, -3e38]]),
-        np.full((5, 2), np.nan),
         np.random.default_rng(0).normal(size=(30, 5)),
     ],
-    ids=["one", "one-1d", "line", "equal", "equal-3d", "huge", "nothing", "5d"],
+    ids=["one", "one-1d", "line", "equal", "equal-3d", "huge", "5d"],
 )
 def test_map_of_any_shape_is_drawn(tmp_path: Path, xy: Array) -> None:
     labels = [i % 2 for i in range(len(xy))]
     figure = draw(make_run(tmp_path, {"pca": xy}, labels=labels))
     points = [len(points) for _, points in drawn_classes(figure).values()]
-    assert sum(points) == np.isfinite(xy).all(axis=1).sum()
+    assert sum(points) == len(xy)
     with Image.open(tmp_path / "map-pca-000000.png") as image:
         pixels = np.asarray(image.convert("RGB"))[::3, ::3].astype(int)
     panel = pixels[:, : int(0.75 * pixels.shape[1])]  # the legend lies to the right
     drawn = near(panel, PALETTE[0], 45) | near(panel, PALETTE[1], 45)
-    assert drawn.any() == (sum(points) > 0)
+    assert drawn.any()
 
 
 @pytest.mark.parametrize("points", ["density", "images"])
@@ -444,10 +580,9 @@ def test_map_of_any_shape_is_drawn(tmp_path: Path, xy: Array) -> None:
         np.zeros((1, 1)),
         np.ones((40, 3)),
         np.array([[0.0, 0.0]] * 39 + [[3e38, -3e38]]),
-        np.full((5, 2), np.nan),
         np.random.default_rng(0).normal(size=(30, 5)),
     ],
-    ids=["one-1d", "equal-3d", "huge", "nothing", "5d"],
+    ids=["one-1d", "equal-3d", "huge", "5d"],
 )
 def test_map_of_any_shape_is_shaded_and_shown_as_images(
     tmp_path: Path, xy: Array, points: str
@@ -459,9 +594,12 @@ def test_map_of_any_shape_is_shaded_and_shown_as_images(
     projection_file(path, "pca-000001", xy)
     axes = draw(path, points=points).axes[0]
     sheet = np.asarray(axes.images[0].get_array())
-    placed = int(np.isfinite(xy).all(axis=1).sum())
-    assert (sheet[..., 3] > 0).any() == (placed > 0)
-    assert any(f"{placed} " in text.get_text() for text in axes.texts)
+    assert (sheet[..., 3] > 0).any()
+    said = {
+        "density": f"{n} point{'s' * (n > 1)}",
+        "images": f"of {n} row{'s' * (n > 1)} as {'pictures' if n > 1 else 'a picture'}",
+    }
+    assert any(said[points] in text.get_text() for text in axes.texts)
 
 
 def test_map_of_three_dimensions_is_drawn_in_three(tmp_path: Path) -> None:
@@ -541,7 +679,8 @@ def test_a_mixed_square_has_the_colour_of_one_of_its_points_or_of_their_mean() -
     rng = np.random.default_rng(0)
     places = rng.uniform(size=(20_000, 2))
     is_blue = rng.uniform(size=20_000) < 0.25
-    image, counts = shaded(places, np.where(is_blue[:, None], [0, 0, 1.0], [1.0, 0, 0]), bins=30)
+    shades = np.where(is_blue[:, None], [0, 0, 1.0], [1.0, 0, 0])
+    image, counts = shaded(places, shades, bins=30, faintest=0.2)
     expected, _, _ = np.histogram2d(places[:, 1], places[:, 0], bins=30, range=[[0, 1], [0, 1]])
     assert np.array_equal(counts, expected)
     blue = (image[..., :3] == [0, 0, 1]).all(axis=-1)
@@ -550,7 +689,9 @@ def test_a_mixed_square_has_the_colour_of_one_of_its_points_or_of_their_mean() -
     numbers = rng.uniform(size=20_000)
     numbers[::7] = np.nan
     scale = color_scale(numbers, missing=OTHER)
-    image, _ = shaded(places, np.zeros((20_000, 3)), bins=20, numbers=numbers, scale=scale)
+    image, _ = shaded(
+        places, np.zeros((20_000, 3)), bins=20, faintest=0.2, numbers=numbers, scale=scale
+    )
     for row, column in ((0, 0), (7, 13), (19, 19)):
         inside = ((places * 20).astype(int) == [column, row]).all(axis=1)
         wanted = scale.to_rgba(np.nanmean(numbers[inside]))[:3]
@@ -584,7 +725,7 @@ def test_shading_shows_a_map_of_three_dimensions_from_the_side_that_dots_show(
         assert np.corrcoef(ours, theirs)[0, 1] == pytest.approx(1, abs=1e-9)
     shaded = draw(path, points="density").axes[0]
     assert shaded.name == "rectilinear"
-    assert (np.asarray(shaded.images[0].get_array())[..., 3] > 0).sum() > 200
+    assert (np.asarray(shaded.images[0].get_array())[..., 3] > 0).sum() > 100
     assert any("seen from one side" in text.get_text() for text in shaded.texts)
 
 
@@ -698,6 +839,34 @@ def test_boxes_never_touch_and_no_more_would_have_room() -> None:
         assert (~apart).any(axis=1).all()
 
 
+@pytest.mark.parametrize("points", ["images", "density"])
+def test_the_note_below_a_map_stands_clear_of_the_name_of_its_axis(
+    tmp_path: Path, points: str
+) -> None:
+    xy, labels = blobs(40, 2)
+    path = embeddings_file(
+        tmp_path, np.zeros((40, 2)), labels=labels, thumbnails=np.zeros((40, 8, 8, 3), np.uint8)
+    )
+    opened = store.open(path)
+    attrs = {"id": "x", "parent": "one", "method": "pca", "layer": "avgpool"}
+    store.write_projection(
+        tmp_path / "projections" / "pca-000001.h5",
+        coords=xy,
+        ids=opened.ids,
+        attrs=attrs,
+        state={"explained_variance_ratio": np.array([0.5, 0.25])},
+    )
+    figure = draw(path, points=points)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    (note,) = [text for text in axes.texts if "40" in text.get_text()]
+    below, label = note.get_window_extent(), axes.xaxis.label.get_window_extent()
+    assert axes.get_xlabel() == "PC1 (50.0%)"
+    assert label.y0 > 0
+    assert 0 < below.y1 < label.y0
+    assert below.y0 > 0
+
+
 def test_images_without_thumbnails_are_refused_in_one_line(tmp_path: Path) -> None:
     xy, labels = blobs(30, 3)
     path = make_run(tmp_path, {"umap": xy}, labels=labels)
@@ -716,9 +885,13 @@ def panel_titles(figure: Figure) -> list[str]:
     return [axes.get_title() for axes in figure.axes if axes.get_title()]
 
 
-def test_a_facet_shows_the_rows_of_its_value_and_all_others_grey_behind(tmp_path: Path) -> None:
-    from embedx.figures import THEMES
+def headings(figure: Figure) -> dict[int, str]:
+    """What stands above the title of a panel, by the number of the panel."""
+    lefts = {number: axes.get_title(loc="left") for number, axes in enumerate(figure.axes)}
+    return {number: left.strip() for number, left in lefts.items() if left}
 
+
+def test_a_facet_shows_the_rows_of_its_value_and_all_others_grey_behind(tmp_path: Path) -> None:
     xy, labels = blobs(60, 3)
     where = np.array(["south", "north", "", "south"] * 15)
     path = make_run(
@@ -748,18 +921,79 @@ def test_facets_of_several_maps_lie_a_line_a_map_and_shade_what_is_many(tmp_path
     xy, labels = blobs(90, 5)
     path = make_run(tmp_path, {"umap": xy, "pca": xy}, labels=labels)
     figure = draw(path, facet="label", points="density")
-    assert panel_titles(figure) == [
-        f"{method}  (trustworthiness 0.900)\nclass {i} (18)"
-        for method in ("PCA", "UMAP")
-        for i in range(5)
-    ]
+    assert panel_titles(figure) == [f"class {i} (18)" for i in range(5)] * 2
+    assert headings(figure) == {
+        0: "PCA  (trustworthiness 0.900)",
+        5: "UMAP  (trustworthiness 0.900)",
+    }
     assert figure.axes[0].get_subplotspec().get_gridspec().ncols == 5
     assert not figure.legends  # the title of a panel is its class
     behind, front = (np.asarray(image.get_array()) for image in figure.axes[3].images)
     shades = front[front[..., 3] > 0][:, :3]
     assert len(shades) > 5
     assert np.allclose(shades, to_rgb(PALETTE[3]))
-    assert 20 < (behind[..., 3] > 0).sum() <= 72
+    assert 20 < (behind[..., 3] == 1).sum() <= 72
+
+
+def test_each_map_of_many_facets_begins_a_line_and_says_what_it_is_once(tmp_path: Path) -> None:
+    xy, labels = blobs(180, 9)
+    path = make_run(tmp_path, {"umap": xy}, labels=labels)
+    first = store.open_projection(tmp_path / "projections" / "umap-000000.h5")
+    attrs = {key: value for key, value in first.attrs.items() if key not in ("format", "version")}
+    store.write_projection(
+        tmp_path / "projections" / "pca-ffffff.h5",
+        coords=xy,
+        ids=first.ids,
+        attrs={**attrs, "method": "pca"},
+        state={"explained_variance_ratio": np.array([0.5, 0.25])},
+    )
+    figure = draw(path, facet="label")
+    assert panel_titles(figure) == [f"class {i} (20)" for i in range(9)] * 2
+    told = {0: "PCA", 9: "UMAP"}
+    assert headings(figure) == {i: f"{name}  (trustworthiness 0.900)" for i, name in told.items()}
+    assert [i for i, axes in enumerate(figure.axes) if axes.get_xlabel()] == [0]
+    at = [
+        (axes.get_subplotspec().rowspan.start, axes.get_subplotspec().colspan.start)
+        for axes in figure.axes
+    ]
+    assert at == [(3 * (i // 9) + i % 9 // 3, i % 9 % 3) for i in range(18)]
+    figure.draw_without_rendering()
+    heads = [figure.axes[i]._left_title for i in told]
+    for head in heads:  # its first line, above the title of the panel
+        box = head.get_window_extent()
+        title = head.axes.title.get_window_extent()
+        assert box.y1 - title.y1 > 0.8 * title.height
+
+
+def test_a_panel_that_names_a_class_shows_it_in_a_colour_that_can_be_told_from_those_behind(
+    tmp_path: Path,
+) -> None:
+    xy, labels = blobs(240, 12)
+    labels[::24] = [-1] * 10
+    path = make_run(tmp_path, {"umap": xy}, labels=labels)
+    for theme, look in THEMES.items():
+        plain = legend(draw(path, theme=theme))
+        figure = draw(path, facet="label", theme=theme)
+        titles = panel_titles(figure)
+        assert len(titles) == 13
+        seen = []
+        for title, axes in zip(titles, figure.axes, strict=True):
+            (color,) = {to_hex(shade) for shade in axes.collections[1].get_facecolor()}
+            assert contrast(color, look.paper) > 1.5
+            assert color == plain.get(title.rpartition(" (")[0], look.strong) or title[0] == "("
+            seen.append(color)
+        assert seen.count(look.strong) == 4  # three classes and what has none
+        assert contrast(look.strong, look.behind) > 6
+
+
+def test_with_facets_of_another_column_the_legend_alone_names_the_classes(tmp_path: Path) -> None:
+    xy, labels = blobs(300, 3)
+    where = (["north"] * 9 + ["south"]) * 30
+    path = make_run(tmp_path, {"umap": xy}, labels=labels, metadata={"where": where})
+    figure = draw(path, facet="where")
+    assert list(legend(figure)) == [f"class {i}" for i in range(3)]
+    assert [len(axes.texts) for axes in figure.axes] == [0, 0]
+    assert len(draw(path).axes[0].texts) == 3
 
 
 def test_a_facet_of_many_numbers_is_intervals_and_of_many_texts_the_largest(
@@ -798,13 +1032,41 @@ def test_facets_of_what_is_not_there_are_refused_with_what_there_is(tmp_path: Pa
 # --------------------------------------------------------------------------- paper and files
 
 
-def test_dark_maps_have_light_letters_on_dark_paper_and_the_same_colours(tmp_path: Path) -> None:
-    from embedx.figures import THEMES
+def contrast(color: str, paper: str, opacity: float = 1.0) -> float:
+    """By WCAG 2.2, 1 to 21, of a colour of that opacity on paper."""
+    over = opacity * np.array(to_rgb(color)) + (1 - opacity) * np.array(to_rgb(paper))
+    light = []
+    for shade in (over, np.array(to_rgb(paper))):
+        linear = np.where(shade <= 0.04045, shade / 12.92, ((shade + 0.055) / 1.055) ** 2.4)
+        light.append(float(linear @ [0.2126, 0.7152, 0.0722]))
+    return (max(light) + 0.05) / (min(light) + 0.05)
 
+
+def test_a_lone_point_of_a_shaded_map_can_be_told_from_the_paper() -> None:
+    for look in THEMES.values():
+        for shade in (*PALETTE, look.other):
+            assert contrast(shade, look.paper, look.faintest) > 1.15
+    dark = THEMES["dark"]
+    assert contrast(dark.other, dark.paper, dark.faintest) > 2
+
+
+def test_greys_are_told_apart_and_no_two_classes_are_grey() -> None:
+    greys = [shade for shade in PALETTE if np.ptp(to_rgb(shade)) < 0.15]
+    assert len(greys) == 1
+    assert set(PALETTE) - set(PALETTE_BESIDE_OTHER) == set(greys)
+    for look in THEMES.values():
+        steps = [look.behind, look.none, look.other]
+        light = [contrast(shade, look.paper) for shade in steps]
+        assert (np.diff([1, *light]) > 0.12).all()  # each further from the paper
+
+
+def test_dark_maps_have_light_letters_on_dark_paper_and_the_same_colours(tmp_path: Path) -> None:
     xy, labels = blobs(120, 12)
+    labels[::10] = [-1] * 12
     figure = draw(make_run(tmp_path, {"umap": xy}, labels=labels), theme="dark")
     look = THEMES["dark"]
-    assert legend(figure)["4 other classes"] == look.other
+    assert legend(figure)["3 other classes"] == look.other
+    assert legend(figure)["(none)"] == look.none
     with Image.open(tmp_path / "map-umap-000000-on-dark.png") as image:
         pixels = np.asarray(image.convert("RGB"))[::2, ::2].astype(int)
     assert (np.abs(pixels - np.array(to_rgb(look.paper)) * 255).max(axis=-1) < 2).mean() > 0.7
@@ -847,6 +1109,21 @@ def test_svg_holds_letters_as_text_and_points_as_a_picture_and_repeats_byte_by_b
     solid = pixels[pixels[..., 3] > 120][::5, :3].astype(int)
     assert all(near(solid, shade, 25).sum() > 100 for shade in PALETTE[:4])
     assert b"date" not in data
+
+
+def test_pictures_of_two_columns_never_have_one_name(tmp_path: Path) -> None:
+    xy, labels = blobs(30, 3)
+    names = ["a b", "a_b", "a-b", "年齢", "性別", "x" * 250, "x" * 249 + "y", "plain"]
+    metadata = {name: [f"{name[:3]} {i % 2}" for i in range(30)] for name in names}
+    path = make_run(tmp_path, {"umap": xy}, labels=labels, metadata=metadata)
+    for name in names:
+        draw(path, color=name, facet=name)
+    made = {file.name for file in tmp_path.glob("map-*.png")}
+    assert len(made) == len(names)
+    assert {f"map-umap-000000-{name}-by-{name}.png" for name in ("a_b", "plain")} < made
+    assert max(map(len, made)) < 200
+    store.remove_derived(tmp_path, "one")
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_pictures_of_a_replaced_file_go_with_it_in_both_formats(tmp_path: Path) -> None:
@@ -1140,7 +1417,7 @@ def test_maps_newer_than_an_export_are_said_before_it_is_served(
     os.utime(export, (1, 1))
     with pytest.raises(ConfigError, match="port 0 cannot be used"):
         view(path, viewer="tensorboard", port=0)
-    assert "1 maps are newer than the export and not in it" in caplog.text
+    assert "1 map is newer than the export and not in it" in caplog.text
 
 
 def test_each_map_is_coloured_by_its_own_score_of_each_point(tmp_path: Path) -> None:
