@@ -1,5 +1,6 @@
 """Pictures or tensors in a file of arrays."""
 
+import builtins
 import dataclasses
 import hashlib
 import math
@@ -14,11 +15,10 @@ from embedx.array_files import ArrayFile, arrays_in, is_label_key
 from embedx.data import (
     PIXELS_MOST,
     Array,
-    ItemReader,
     RowNumbers,
     Source,
     counted_through,
-    hashed_rows,
+    file_hashes,
     limited,
     name_of,
     picture,
@@ -27,6 +27,7 @@ from embedx.errors import ConfigError, DataError, listed, nearest
 
 Layout = Literal["nhw", "nhwc", "nchw", "tensor"]
 CHANNELS = (1, 3, 4)
+_BLOCK_BYTES = 2**24
 _OF_TYPE = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0), "bool": (0.0, 1.0)}
 
 
@@ -67,6 +68,7 @@ def array(
     where = Path(path).expanduser()
     limited(0, limit)
     arrays, refused = arrays_in(where)
+    about = where.stat()
     found = _chosen(where, arrays, refused, key)
     if found.dtype.kind not in "biuf":
         raise DataError(f"{found} holds texts ({found.dtype}); name one of numbers")
@@ -75,23 +77,20 @@ def array(
     _require_layout(found, layout)
     n = limited(len(found), limit)
     texts, label_by = _labels(where, arrays, refused, labels, found)
-    seen = _Seen()
-    is_open = layout != "tensor" and range is None and found.dtype.name not in _OF_TYPE
     form = str(found.dtype)
     items = found.first(n)
-    digest, hashes = hashed_rows(items, form, seen.look if is_open else None)
-    items.close()
+    read: Any = _RowReader(items, about.st_size, about.st_mtime_ns)
+    told: tuple[Any, ...] = (found.key, found.shape, form, layout)
     note = f"{path}: {n:,} "
-    read: Any = ItemReader(items, hashes, gives_all=True, gives_label=False, n_names=0)
     shape = "x".join(map(str, found.shape[1:])) or "1"
     if layout == "tensor":
         note += f"tensors of {shape} {form}, which enter the model as they are"
     else:
-        low, high = _range(found, range, seen)
+        low, high = _range(items, range)
         read = _PictureReader(read, layout, low, high)
         h, w = _size(found, layout)
         note += f"pictures of {w}x{h} px, {form}, {low:g} black and {high:g} white"
-        digest = hashlib.sha256(f"{digest} {layout} {low!r} {high!r}".encode()).hexdigest()
+        told += (low, high)
     if is_inferred and len(found.shape) > 2:
         note += f", by layout {layout}"
     names: list[str] = []
@@ -106,12 +105,13 @@ def array(
         note += ", no labels"
     if n < len(found):
         note += f", the first of {len(found):,}"
+    digest, (whole,) = file_hashes([(where.name, about.st_size, about.st_mtime_ns)])
     return Source(
         name=name_of(where.with_suffix("")),
         ids=RowNumbers(n),
         read=read,
-        fingerprint=digest,
-        item_hashes=hashes,
+        fingerprint=hashlib.sha256(f"{digest} {told!r}".encode()).hexdigest(),
+        item_hashes=np.full(n, whole),
         labels=indices if names else None,
         label_names=names,
         notes=(note, *(f"passed over: {key} {why}" for key, why in refused.items())),
@@ -189,20 +189,21 @@ def _size(found: ArrayFile, layout: Layout) -> tuple[int, int]:
     return found.shape[at], found.shape[at + 1]
 
 
-class _Seen:
-    """The smallest and the largest finite value of blocks."""
-
-    def __init__(self) -> None:
-        self.low, self.high = math.inf, -math.inf
-
-    def look(self, block: Array) -> None:
+def _extremes(found: ArrayFile) -> tuple[float, float]:
+    """The smallest and the largest finite value of all rows."""
+    smallest, largest = math.inf, -math.inf
+    step = max(1, _BLOCK_BYTES // max(1, math.prod(found.shape[1:]) * found.dtype.itemsize))
+    for start in builtins.range(0, len(found), step):
+        block = found[start : start + step]
         values = block[np.isfinite(block)] if block.dtype.kind == "f" else block
         if values.size:
-            self.low = min(self.low, float(values.min()))
-            self.high = max(self.high, float(values.max()))
+            smallest = min(smallest, float(values.min()))
+            largest = max(largest, float(values.max()))
+    found.close()
+    return smallest, largest
 
 
-def _range(found: ArrayFile, given: Sequence[float] | None, seen: _Seen) -> tuple[float, float]:
+def _range(found: ArrayFile, given: Sequence[float] | None) -> tuple[float, float]:
     """The values that are black and white.
 
     Raises:
@@ -218,20 +219,38 @@ def _range(found: ArrayFile, given: Sequence[float] | None, seen: _Seen) -> tupl
         return float(given[0]), float(given[1])
     if found.dtype.name in _OF_TYPE:
         return _OF_TYPE[found.dtype.name]
-    if seen.low > seen.high:
+    smallest, largest = _extremes(found)
+    if smallest > largest:
         raise DataError(f"{found} has no finite value; there is no picture in it")
-    if seen.low >= 0 and seen.high <= 255:
-        return 0.0, 1.0 if seen.high <= 1 else 255.0
+    if smallest >= 0 and largest <= 255:
+        return 0.0, 1.0 if largest <= 1 else 255.0
     raise DataError(
-        f"{found} has values from {seen.low:g} to {seen.high:g}, and pictures have 0 to 1 "
+        f"{found} has values from {smallest:g} to {largest:g}, and pictures have 0 to 1 "
         "or 0 to 255; say which are black and white: 'data.range=[LOW,HIGH]', or "
         "data.layout=tensor if its rows enter the model as they are"
     )
 
 
 @dataclasses.dataclass(frozen=True)
+class _RowReader:
+    """Row i of an array, if its file is as it was when it was listed."""
+
+    items: ArrayFile
+    size_bytes: int
+    mtime_ns: int
+
+    def __call__(self, i: int) -> Array:
+        try:
+            return np.asarray(self.items[i : i + 1][0])
+        finally:
+            about = self.items.path.stat()
+            if (about.st_size, about.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
+                raise DataError("it was changed after the run had listed it") from None
+
+
+@dataclasses.dataclass(frozen=True)
 class _PictureReader:
-    items: ItemReader
+    items: _RowReader
     layout: str
     low: float
     high: float

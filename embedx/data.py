@@ -893,22 +893,17 @@ def _form(item: Any, values: Array) -> str:
     return str(getattr(item, "dtype", values.dtype)).removeprefix("torch.")
 
 
-def hashed_rows(
-    values: Any, dtype: str, look: Callable[[Array], None] | None = None
-) -> tuple[str, Array]:
+def hashed_rows(values: Array, dtype: str) -> tuple[str, Array]:
     """SHA-256 of an array, and a hash of each of its rows, shape ``(n,)`` uint64.
 
     Args:
-        values: Shape ``(n, ...)``, in memory or read where slices of it are asked for.
+        values: Shape ``(n, ...)``.
         dtype: Its type, in words.
-        look: What else is to see each block of its rows on the way.
     """
     digest = hashlib.sha256(f"{values.shape} {dtype}".encode())
     form = f"{values.shape[1:]} {dtype}".encode()
     hashes: list[Array] = []
     for block in _blocks(values):
-        if look is not None:
-            look(block)
         digest.update(block.tobytes())
         hashes.append(np.array([item_hash(form + row.tobytes()) for row in block], np.uint64))
     return digest.hexdigest(), np.concatenate(hashes)
