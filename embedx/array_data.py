@@ -4,6 +4,7 @@ import builtins
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -243,7 +244,7 @@ class _RowReader:
         try:
             return np.asarray(self.items[i : i + 1][0])
         finally:
-            about = self.items.path.stat()
+            about = os.stat(self.items.path)
             if (about.st_size, about.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
                 raise DataError("it was changed after the run had listed it") from None
 

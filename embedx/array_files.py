@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import threading
 import warnings
 import zipfile
 import zlib
@@ -47,7 +48,7 @@ class ArrayFile:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> Array:
-        """A copy of consecutive rows.
+        """A copy of consecutive rows, which may be read-only.
 
         Raises:
             DataError: The file was changed, or is damaged.
@@ -253,6 +254,9 @@ def _reading(path: Path) -> Iterator[None]:
 # --------------------------------------------------------------------------- how rows are read
 
 
+_OPENING = threading.Lock()
+
+
 class _Reader:
     """Reads consecutive rows of one array.
 
@@ -282,7 +286,20 @@ class _Reader:
 
 
 class _Plain(_Reader):
-    """Rows that lie in a file one after the other."""
+    """Rows that lie in a file one after the other.
+
+    It is kept open, for opening takes longer than a row of a small picture; reading at a place of
+    its own, it may be shared by threads and forked processes.
+    """
+
+    _fd = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_fd": -1}
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def __init__(
         self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int
@@ -293,9 +310,17 @@ class _Plain(_Reader):
 
     def read(self, start: int, n: int) -> Array:
         # Not as a map: what is cut off of a mapped file ends the process that reads it.
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(self._offset + start * self.row_bytes)
-            return self.filled(file, n)
+        with _OPENING:
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_RDONLY)
+        at, size = self._offset + start * self.row_bytes, n * self.row_bytes
+        data = os.pread(self._fd, size, at)
+        while len(data) < size:  # two gigabytes at most come at once
+            more = os.pread(self._fd, size - len(data), at + len(data))
+            if not more:
+                raise EOFError("the file ends too early")
+            data += more
+        return np.frombuffer(data, self.dtype).reshape(n, *self.shape[1:])
 
 
 class _Turned(_Plain):
