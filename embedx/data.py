@@ -254,12 +254,17 @@ def _decoded(file: IO[bytes]) -> Image.Image:
                     f"{width}x{height} px is more than {PIXELS_MOST / 1e6:.0f} megapixels; "
                     "shrink it"
                 )
-            return _upright_rgb(opened)
+            return _upright_rgb(opened, in_place=True)
 
 
-def _upright_rgb(opened: Image.Image) -> Image.Image:
+def _upright_rgb(opened: Image.Image, *, in_place: bool = False) -> Image.Image:
+    """A picture turned as its EXIF says, in 8-bit RGB; a copy, unless it may be turned in place."""
     transparent = _transparent(opened)
-    image = ImageOps.exif_transpose(opened)
+    image = opened
+    if in_place:
+        ImageOps.exif_transpose(opened, in_place=True)
+    else:
+        image = ImageOps.exif_transpose(opened)
     # Pillow widens 16-bit PNM to 32 bits, and its range is still that of 16.
     if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
         values = np.asarray(image)
