@@ -1068,6 +1068,7 @@ def run(
     evaluate(path)
     view(path, color=color)
     _stage_export(compose("export"))
+    _next(f"view viewer=report {override('embeddings', path)}")
     _next(f"info {override('path', path)} verify=true")
     picture = "maps.png" if len(set(names)) > 1 else f"map-{names[0]}.png"
     log.info("to look at: %s", path.parent / picture)
