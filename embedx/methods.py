@@ -29,6 +29,8 @@ F = TypeVar("F", bound=Callable[..., "Result"])
 
 # The covariance of so many features, in float64, takes 2 GB.
 WIDEST = 16_384
+# Raised when the maps of a method change under the same settings; part of a map's id.
+REVISIONS = {"tsne": 2}
 # Of openTSNE's placing: few neighbours, a small step, for the map itself does not move.
 PLACING_PERPLEXITY = 5.0
 PLACING_ITERATIONS = 250

@@ -26,6 +26,7 @@ from embedx.errors import ConfigError, DataError, StoreError, short
 from embedx.matrix import Array, Matrix, stratified
 from embedx.methods import (
     METHODS,
+    REVISIONS,
     Context,
     Fitted,
     Place,
@@ -122,7 +123,10 @@ def project(
             target=target,
             parameters=parameters,
         )
-    digest = settings_sha256({**job.settings, **({"beside": job.beside} if job.beside else {})})
+    decides = {**job.settings, **({"beside": job.beside} if job.beside else {})}
+    if job.name in REVISIONS and "function" not in job.settings:
+        decides["revision"] = REVISIONS[job.name]
+    digest = settings_sha256(decides)
     folder = Path(out) if out else opened.path.parent / "projections"
     path = folder / f"{job.name}-{digest[:6]}.h5"
     projection_id = hashlib.sha256(f"{opened.attrs['id']} {digest}".encode()).hexdigest()

@@ -14,7 +14,7 @@ from sklearn.manifold import trustworthiness
 
 from embedx import store
 from embedx.errors import ConfigError, DataError, StoreError
-from embedx.methods import METHODS, Result, pca, tsne, umap
+from embedx.methods import METHODS, REVISIONS, Result, pca, tsne, umap
 from embedx.project import project
 from embedx.scores import knn_accuracy
 from tests.conftest import EXHAUSTIVE, embeddings_file, projection_file
@@ -261,6 +261,18 @@ def test_unknown_method_parameter_or_layer_is_refused_in_one_line(tmp_path: Path
 
 
 # --------------------------------------------------------------------------- the file
+
+
+def test_a_map_of_a_method_that_has_changed_since_is_not_taken_for_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = embeddings_file(tmp_path, clusters(30)[0])
+    first = project(path, method="pca")
+    monkeypatch.setitem(REVISIONS, "pca", 7)
+    second = project(path, method="pca")
+    assert second.path != first.path
+    assert first.path.exists()
+    assert project(path, method="pca").path == second.path
 
 
 def test_second_time_nothing_is_done(
