@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 from embedx.errors import ConfigError, DataError, nearest, short
 
 P = ParamSpec("P")
@@ -233,3 +235,13 @@ def require_exact(column: Iterable[Any], *, what: str) -> None:
                 f"{what} holds {value}, which among the others becomes the float "
                 f"{int(float(value))}; give numbers that one column of int64 or of float64 holds"
             )
+
+
+def require_unmasked(value: Any) -> None:
+    """Refuse an array whose values are in part masked, which would count as any others.
+
+    Raises:
+        DataError: It is one.
+    """
+    if np.ma.is_masked(value):
+        raise DataError("a masked array has values that do not count; give data.filled(VALUE)")

@@ -1,6 +1,7 @@
 """Sources of samples: items with ids, labels and metadata, in one fixed order."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -10,6 +11,7 @@ import random
 import re
 import stat
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -20,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from embedx.checks import require_exact
-from embedx.errors import ConfigError, DataError
+from embedx.checks import require_exact, require_unmasked
+from embedx.errors import ConfigError, DataError, first_line
 
 Array = npt.NDArray[Any]
 
@@ -84,6 +86,8 @@ class Source:
     def __post_init__(self) -> None:
         if not isinstance(self.ids, _RowNumbers):
             _require_texts(self.ids, f"the ids of {self.name}")
+        for given in (self.labels, *self.metadata.values()):
+            require_unmasked(given)
         if self.labels is not None:
             labels, n_names = np.asarray(self.labels), len(self.label_names)
             if labels.shape != (len(self),) or labels.dtype.kind not in "iu":
@@ -184,15 +188,56 @@ def _limited(n: int, limit: int | None) -> int:
 # --------------------------------------------------------------------------- pictures
 
 
-@contextlib.contextmanager
-def whole_pictures() -> Iterator[None]:
+class _Pillow:
+    """What Pillow and its warnings are told while any thread reads; after the last, as it was.
+
+    Both are one for all threads: each that put back what it found would put back another's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = self._quiet = 0
+        self._before = False
+        self._filters = warnings.catch_warnings()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        with self._lock:
+            if not self._users or ImageFile.LOAD_TRUNCATED_IMAGES:  # set by others meanwhile
+                self._before = ImageFile.LOAD_TRUNCATED_IMAGES
+            self._users += 1
+            ImageFile.LOAD_TRUNCATED_IMAGES = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    ImageFile.LOAD_TRUNCATED_IMAGES |= self._before
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        with self._lock:
+            self._quiet += 1
+            if self._quiet == 1:
+                self._filters = warnings.catch_warnings()
+                self._filters.__enter__()
+                warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._quiet -= 1
+                if not self._quiet:
+                    self._filters.__exit__(None, None, None)
+
+
+_PILLOW = _Pillow()
+
+
+def whole_pictures() -> contextlib.AbstractContextManager[None]:
     """Let no half of a picture pass for a whole one, whatever another library asked of Pillow."""
-    before = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = before
+    return _PILLOW.whole()
 
 
 def decode_image(path: str | os.PathLike[str]) -> Image.Image:
@@ -214,8 +259,7 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
 
 def decoded(file: IO[bytes]) -> Image.Image:
     """The same of an open file."""
-    with warnings.catch_warnings(), whole_pictures():
-        warnings.simplefilter("ignore")  # our own cap stands before Pillow's warning
+    with _PILLOW.quiet(), whole_pictures():  # our own cap stands before Pillow's warning
         try:
             opened = Image.open(file, formats=FORMATS)
         except Image.DecompressionBombError as error:
@@ -229,7 +273,21 @@ def decoded(file: IO[bytes]) -> Image.Image:
                     f"{width}x{height} px is more than {PIXELS_MOST / 1e6:.0f} megapixels; "
                     "shrink it"
                 )
+            if opened.format == "PNG":
+                _require_checksums(file)
             return _upright_rgb(opened)
+
+
+def _require_checksums(file: IO[bytes]) -> None:
+    """Raise DataError for a PNG whose checksums do not match: Pillow reads pixels without them."""
+    at = file.tell()
+    file.seek(0)
+    try:
+        with Image.open(file, formats=["PNG"]) as again:
+            again.verify()
+    except (SyntaxError, OSError) as error:
+        raise DataError(f"it is damaged or truncated ({first_line(error)})") from None
+    file.seek(at)
 
 
 def _upright_rgb(opened: Image.Image) -> Image.Image:
@@ -704,6 +762,9 @@ def _counted_through(
     unique = sorted(set(labels) - {""})
     index = {label: i for i, label in enumerate(unique)}
     names = [str(label) for label in unique]
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise DataError(f"two labels are both written {twice!r}; give them as texts that differ")
     if classes is not None and set(unique) <= set(range(len(classes))):
         names = [str(classes[int(label)]) for label in unique]
     return np.array([index.get(label, -1) for label in labels], np.int32), names
@@ -924,7 +985,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
             raw = error
         item = entered = hashed(_input, raw)
         if collate is not None:
-            entered = hashed(lambda raw: collated(collate([raw])), raw)
+            entered = hashed(lambda raw: collated(collate([_apart(raw)])), raw)
         drawn.append(_random_states() != before)
         return raw, item, entered
 
@@ -968,6 +1029,29 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     )
 
 
+def copied(item: Any) -> Any:
+    """An item that shares nothing with another: a ``collate_fn`` may work in place on both.
+
+    Raises:
+        DataError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(item)
+    except Exception as error:  # each type raises its own
+        raise DataError(
+            f"an item of the Dataset cannot be copied ({first_line(error)}); let __getitem__ give "
+            "plain values, and tensors detached"
+        ) from None
+
+
+def _apart(item: Any) -> Any:
+    """A copy of an item, where there can be one."""
+    try:
+        return copied(item)
+    except DataError:
+        return item
+
+
 def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]) -> list[bytes]:
     """Refuse a ``collate_fn`` with an order of its own, as some sort by length.
 
@@ -984,7 +1068,7 @@ def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]
     def slots(*items: Any) -> list[bytes]:
         seed_random(0)
         try:
-            inputs = collated(collate(list(items)))
+            inputs = collated(collate([_apart(item) for item in items]))
             parts = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
             arrays = [array for array in map(_as_array, parts) if array is not None]
             found = []
@@ -1043,16 +1127,6 @@ def _blocks(values: Array) -> Iterator[Array]:
     block_rows = max(1, 2**24 // max(1, values[:1].nbytes))
     for start in range(0, len(values), block_rows):
         yield np.ascontiguousarray(values[start : start + block_rows])
-
-
-def require_unmasked(value: Any) -> None:
-    """Refuse an array whose values are in part masked, which would count as any others.
-
-    Raises:
-        DataError: It is one.
-    """
-    if np.ma.is_masked(value):
-        raise DataError("a masked array has values that do not count; give data.filled(VALUE)")
 
 
 def _as_array(value: Any) -> Array | None:
@@ -1165,7 +1239,7 @@ class _ItemReader:
         if self.hashes is None:
             raw = self.items[i]
         else:  # as of a file: another process may write a mapped array
-            rows = _copied(self.items[i : i + 1])
+            rows = _rows_apart(self.items[i : i + 1])
             values = _as_array(rows)
             assert values is not None
             form = f"{values.shape[1:]} {_form(rows, values)}".encode()
@@ -1176,6 +1250,6 @@ class _ItemReader:
         return (item, _label(raw, self.n_names)) if self.gives_label else item
 
 
-def _copied(rows: Any) -> Any:
+def _rows_apart(rows: Any) -> Any:
     """Rows of an array or tensor, sharing nothing with it."""
     return rows.clone() if hasattr(rows, "clone") else np.array(rows)
