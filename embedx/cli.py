@@ -915,8 +915,11 @@ def _stage_view(values: dict[str, Any]) -> None:
     from embedx.view import view
 
     view(**values)
-    if values["viewer"] == "map":
-        _next(f"export {override('embeddings', values['embeddings'])}")
+    named = override("embeddings", values["embeddings"])
+    if values["viewer"] == "map" and not values["follow"]:
+        _next(f"view viewer=report {named}")
+    elif values["viewer"] == "report":
+        _next(f"export {named}")
 
 
 def _stage_neighbors(values: dict[str, Any]) -> None:

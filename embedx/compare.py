@@ -159,6 +159,8 @@ def compare(
         log.info("%s", line)
     folder = Path(out)
     document = json.dumps({"ranked_by": ranked_by, "table": table, "cka": cka}, indent=2) + "\n"
+    for name, mark in (("csv", as_csv([], _COLUMNS)), ("json", b'"ranked_by"')):
+        store.require_ours(folder / f"compare.{name}", mark.rstrip())
     paths = [
         store.replace_file(folder / "compare.csv", as_csv(table, _COLUMNS)),
         store.replace_file(folder / "compare.json", document.encode()),

@@ -117,7 +117,7 @@ def tensorboard(
     _check_ours(folder)
     rows, _ = rows_to_show(embeddings, projections, most=ROWS_MOST, where="the projector", least=2)
     columns = _metadata(embeddings, rows)
-    with store.replacing_folder(folder) as new:
+    with store.replacing_folder(folder, foreign=store.foreign_in_export) as new:
         config, sprite_px = _fill(new, embeddings, projections, rows=rows, columns=columns)
         marked = store.EXPORT_MARK + text_format.MessageToString(config)
         store.replace_file(new / store.EXPORT_CONFIG, marked.encode())
@@ -215,6 +215,11 @@ def _check_ours(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; choose another out=FOLDER")
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"out={folder} is the folder you stand in, or one above, and would be replaced; choose "
+            "another out=FOLDER"
+        )
     foreign = store.foreign_in_export(folder)
     if foreign:
         raise ConfigError(

@@ -410,8 +410,9 @@ def save(figure: "Figure", path: Path, *, dpi: float = DPI) -> Path:
         dpi: Of a PNG, lower where a side would be longer than 20,000 px.
 
     Raises:
-        StoreError: The disk refused.
+        StoreError: The disk refused, or the file that is there is not ours.
     """
+    store.require_ours(path, store.PICTURE_MARKS[path.suffix])
     if path.suffix == ".svg":
         return store.replace_file(path, _svg(figure))
     return store.replace_file(path, _png(figure, min(dpi, PX_MOST / max(figure.get_size_inches()))))

@@ -573,7 +573,7 @@ def cached_graph(
         try:
             stack.enter_context(store.waiting_lock(path, work="computes the neighbours"))
         except OSError as error:
-            why = first_line(error)
+            why = error.strerror or first_line(error)
         else:
             if (graph := kept()) is not None:  # somebody else was at it
                 return graph

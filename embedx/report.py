@@ -31,7 +31,7 @@ from embedx.figures import (
     title_of,
 )
 from embedx.neighbors import metric_of
-from embedx.shown import graph_of_shown, rows_to_show, sheet_of
+from embedx.shown import graph_of_shown, most_trusted, rows_to_show, sheet_of
 from embedx.store import Array, Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -85,7 +85,7 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
         "color": "" if color == "none" else color,
         "maps": [_map(one, rows, graph=graph_of[one.name], maps=maps) for one in maps],
         "graphs": graphs,
-        "first": _best(maps),
+        "first": most_trusted(maps),
         "scores": _SCORES,
         "thumbnails": pictures,
         "settings": _settings(opened, maps),
@@ -122,6 +122,7 @@ def write_report(opened: Embeddings, maps: Sequence[Projection], *, color: str, 
             ]
         ),
     }
+    store.require_ours(path, store.REPORT_MARK)
     template = (PAGE / "report.html").read_text("utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
     return store.replace_file(path, page.encode())
@@ -214,12 +215,6 @@ def _map(
             if key in _SCORES and isinstance(value, float)
         ],
     }
-
-
-def _best(maps: Sequence[Projection]) -> int:
-    """The map to open with: the one of which most can be believed, the first where none says."""
-    trust = [float(one.attrs.get("trustworthiness", -1)) for one in maps]
-    return trust.index(max(trust))
 
 
 _SCORES = (

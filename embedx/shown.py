@@ -57,6 +57,8 @@ def rows_to_show(
         "hold a number that is not finite": int((placed & ~finite).sum()),
     }
     reasons = [f"{n:,} rows {why} and are left out" for why, n in left_out.items() if n]
+    if not len(rows):
+        raise DataError(f"{embeddings.path} has no row to show: {'; '.join(reasons)}")
     if len(rows) < least:
         raise DataError(
             f"{embeddings.path} has {len(rows)} rows of {embeddings.n_rows} to show "
@@ -74,6 +76,12 @@ def rows_to_show(
     for reason in reasons:
         log.info("%s", reason)
     return rows, reasons
+
+
+def most_trusted(maps: Sequence[Projection]) -> int:
+    """The number of the map with the largest trustworthiness, the first of equal ones."""
+    trust = [float(one.attrs.get("trustworthiness", -1)) for one in maps]
+    return int(np.argmax(trust))
 
 
 def _finite(array: Array) -> Array:

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedx.checks import checked
-from embedx.errors import InUseError, StoreError, first_line
+from embedx.errors import InUseError, StoreError, first_line, listed
 
 if TYPE_CHECKING:
     import pandas
@@ -180,7 +180,7 @@ _DISK = DiskIO()
 
 def _temporary(path: Path) -> tuple[int, Path]:
     """A new file beside ``path`` that no other process or thread has, opened for writing."""
-    _sweep_temporaries(path)
+    sweep(path)
     while True:
         fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         if _mark_alive(fd, Path(name)):
@@ -202,8 +202,11 @@ def _mark_alive(fd: int, path: Path) -> bool:
     return _is_name_of(path, os.fstat(fd))
 
 
-def _sweep_temporaries(path: Path) -> None:
-    """Remove what processes that were killed left beside ``path``, and nothing of living ones."""
+def sweep(path: Path) -> None:
+    """Remove what killed processes left beside a file or folder, and nothing of living ones.
+
+    Where one was killed as it put a new folder in the place of an old one, the old one is put back.
+    """
     left = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}\.(tmp|old)")
     with contextlib.suppress(ImportError, OSError):
         import fcntl
@@ -216,7 +219,12 @@ def _sweep_temporaries(path: Path) -> None:
                 fd = os.open(other, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(other) if other.is_dir() else other.unlink()
+                    if name.endswith(".old") and not os.path.lexists(path):
+                        os.rename(other, path)
+                    elif other.is_dir():
+                        shutil.rmtree(other)
+                    else:
+                        other.unlink()
                 finally:
                     os.close(fd)
 
@@ -299,12 +307,13 @@ def replacing(path: Path, *, n_bytes: int | None = None, disk: DiskIO = _DISK) -
 
 
 @contextlib.contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def replacing_folder(folder: Path, *, foreign: Callable[[Path], set[str]]) -> Iterator[Path]:
     """A folder to fill that takes the place of ``folder`` whole when the block ends.
 
     Args:
         folder: A folder that is replaced, or nothing; a link stays, and what it leads to is
             replaced.
+        foreign: Names in a folder that do not go with it: what somebody put there meanwhile stays.
 
     Yields:
         An empty folder beside it.
@@ -314,10 +323,10 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     """
     target = folder.resolve()
     new = old = None
-    alive = -1
+    alive = at_old = -1
     try:
         _DISK.make_folder(target.parent)
-        _sweep_temporaries(target)
+        sweep(target)
         while True:
             prefix = f".{target.name}."
             new = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
@@ -328,24 +337,31 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         new.chmod(0o777 & ~_umask())
         yield new
         if target.exists():
+            at_old = os.open(target, os.O_RDONLY)
+            _mark_alive(at_old, target)
             old = new.with_suffix(".old")
             os.replace(target, old)
         _DISK.rename(new, target)
+        if old is not None:
+            for name in foreign(old):
+                os.rename(old / name, target / name)
+            shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         if old is not None and old.exists() and not target.exists():
             os.replace(old, target)
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
+        if isinstance(error, StoreError):
+            raise StoreError(str(error).replace(str(new), str(folder))) from error
+        if isinstance(error, OSError):
             raise StoreError(
                 f"cannot write {folder}: {error.strerror or error}; choose another out=FOLDER"
             ) from error
         raise
     finally:
-        if alive >= 0:
-            os.close(alive)
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+        for fd in (alive, at_old):
+            if fd >= 0:
+                os.close(fd)
 
 
 def _umask() -> int:
@@ -365,6 +381,10 @@ def _disk_error(error: OSError, path: Path, n_bytes: int | None) -> StoreError:
             f"no disk space for {path}: it needs {needed} and {folder} has "
             f"{free // 1000:,} kB free; free some, or work in another place"
         )
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        for above in path.parents:
+            if above.exists() and not above.is_dir():
+                return StoreError(f"{above} is a file, and a folder is needed; choose another out")
     return StoreError(f"cannot write {path}: {error.strerror or error}; check the path")
 
 
@@ -1017,79 +1037,109 @@ EXPORT_TABLES = ("atlas.parquet", "table.csv", "table.parquet", "embeddings.npz"
 
 def foreign_in_export(folder: Path) -> set[str]:
     """Names in a folder that are no part of an export of embedx."""
-    foreign = {path.name for path in folder.iterdir()}
+    ours: set[str] = set()
     if (folder / EXPORT_CONFIG).is_file():
         text = (folder / EXPORT_CONFIG).read_text(encoding="utf-8", errors="replace")
         if text.startswith(EXPORT_MARK):
-            foreign -= {EXPORT_CONFIG, EXPORT_EVENTS, *re.findall(r'_path: "([^"]*)"', text)}
-    return foreign
+            ours = {EXPORT_CONFIG, EXPORT_EVENTS, *re.findall(r'_path: "([^"]*)"', text)}
+    return {path.name for path in folder.iterdir() if path.name not in ours or not path.is_file()}
+
+
+def require_ours(path: Path, mark: bytes) -> None:
+    """Raise StoreError where there is a file that embedx did not write: it is not replaced.
+
+    Args:
+        path: The file to be.
+        mark: What stands in the first 4 kB of each such file.
+    """
+    if not os.path.lexists(path):
+        return
+    with contextlib.suppress(OSError):
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as opened:
+                if mark in opened.read(4096):
+                    return
+    raise StoreError(
+        f"{path} is there and was not written by embedx; move it, or choose another out=FOLDER"
+    )
 
 
 def is_export_table(path: Path) -> bool:
-    """Whether a file is a table that an export of embedx wrote.
-
-    All have one first column, and a parquet file a word of its own, which does not stay in what a
-    user's program makes of it.
+    """Whether a file is a table that an export of embedx wrote, and nobody changed since.
 
     Raises:
         OSError: It cannot be read.
     """
-    if not path.is_file():
+    if not path.is_file() or path.is_symlink() or not hash_path(path).is_file():
         return False
+    lines = hash_path(path).read_text("ascii", "replace").splitlines()
     with path.open("rb") as opened:
-        head = opened.read(64)
-        if not head.startswith(b"PAR1"):
-            row = EXPORT_ROW.encode()
-            return head.startswith((row + b",", b"PK\3\4")) and row in head
-        # The words of a parquet file stand at its end, and the last eight bytes say where.
-        end = opened.seek(-8, os.SEEK_END)
-        length = int.from_bytes(opened.read(4), "little")
-        opened.seek(max(0, end - length))
-        return EXPORT_PARENT.encode() in opened.read(min(length, end))
+        return hashlib.file_digest(opened, "sha256").hexdigest() in {s[:64] for s in lines}
 
 
-def remove_export(folder: Path) -> None:
+def hash_path(path: Path) -> Path:
+    """Where the SHA-256 of a table lies as it was exported, and of the one that it replaces."""
+    return path.with_name(f".{path.name}.sha256")
+
+
+def remove_export(folder: Path) -> bool:
     """Remove an export of embedx; a folder that holds anything else stays as it is."""
-    if folder.is_dir() and not folder.is_symlink() and not foreign_in_export(folder):
+    is_ours = folder.is_dir() and not folder.is_symlink() and not foreign_in_export(folder)
+    if is_ours:
         shutil.rmtree(folder)
+    return is_ours
 
 
 def remove_derived(folder: Path, file_id: str) -> None:
-    """Remove what was made of the embeddings with this id, and nothing that somebody else made."""
+    """Remove what was made of the embeddings with this id, and nothing that somebody else made.
+
+    What was removed is logged.
+    """
+    removed: list[str] = []
+
+    def remove(path: Path) -> None:
+        path.unlink()
+        removed.append(path.name)
+
     for file in sorted((folder / "projections").glob("*.h5")):
         with contextlib.suppress(StoreError):
             if open_projection(file).attrs["parent"] == file_id:
-                file.unlink()
+                remove(file)
     for file in sorted(folder.glob("neighbors-*.h5")):
         with contextlib.suppress(StoreError):
             if read_arrays(file, format=NEIGHBORS_FORMAT)[0]["parent"] == file_id:
-                file.unlink()
+                remove(file)
     scores = folder / "scores.json"
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         if scores.is_file() and json.loads(scores.read_bytes()).get("parent") == file_id:
-            scores.unlink()
+            remove(scores)
     marked = [
         (path, mark)
         for kind in ("map-", "maps", "variance-")
         for suffix, mark in PICTURE_MARKS.items()
-        for path in folder.glob(f"{kind}*{suffix}")
+        for path in sorted(folder.glob(f"{kind}*{suffix}"))
     ]
     for path, mark in [*marked, (folder / "report.html", REPORT_MARK)]:
         with contextlib.suppress(OSError), path.open("rb") as opened:
             if mark in opened.read(4096):
-                path.unlink()
+                remove(path)
     for findings in sorted((folder / "neighbors").glob("*.json")):
         if findings_parent(findings) == file_id:
             for suffix in (".csv", ".png", ".json"):
-                findings.with_suffix(suffix).unlink(missing_ok=True)
-    remove_export(folder / "projector")
+                if findings.with_suffix(suffix).exists():
+                    remove(findings.with_suffix(suffix))
+    if remove_export(folder / "projector"):
+        removed.append("projector")
     for table in map(folder.joinpath, EXPORT_TABLES):
         with contextlib.suppress(OSError):
             if is_export_table(table):
-                table.unlink()
+                remove(table)
+                hash_path(table).unlink(missing_ok=True)
     for name in ("projections", "neighbors"):
         with contextlib.suppress(OSError):  # not empty: it holds something of somebody else's
             (folder / name).rmdir()
+    if removed:
+        log.info("removed what was made of the rows that are replaced: %s", listed(removed))
 
 
 def findings_parent(path: Path) -> str | None:

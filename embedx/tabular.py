@@ -1,10 +1,13 @@
 """Exporters of one file that has a row a sample: for Embedding Atlas, for spreadsheets, for NumPy.
 
 The first column of each is ``embedx_row``, the row of ``embeddings.h5``: it leads back from a
-table that was sorted or cut, and tells a file of ours from one that must not be replaced.
+table that was sorted or cut. Beside each lies its SHA-256, which tells a file as we wrote it from
+one that somebody worked on, and that must not be replaced.
 """
 
+import contextlib
 import dataclasses
+import hashlib
 import io
 import logging
 import os
@@ -12,7 +15,7 @@ import shlex
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -20,7 +23,7 @@ from embedx import store
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.matrix import Array
 from embedx.neighbors import Graph, metric_of
-from embedx.shown import graph_of_shown, rows_to_show
+from embedx.shown import graph_of_shown, most_trusted, rows_to_show
 from embedx.store import Embeddings, Projection
 from embedx.tables import as_csv
 
@@ -53,7 +56,8 @@ def atlas(
         projections: Projections of it.
         out: File ending in ``.parquet``, or a folder; ``atlas.parquet`` beside the embeddings
             where not given. An earlier export there is replaced.
-        projection: Name of the projection to show, such as ``umap``; the first where not given.
+        projection: Name of the projection to show, such as ``umap``; that of the largest
+            trustworthiness where not given.
         n_neighbors: How many nearest rows each row gets, in the layer and the metric that the
             projection was made from; 0 for none.
 
@@ -217,11 +221,7 @@ def npz(embeddings: Embeddings, projections: Sequence[Projection], out: Path | N
         for score, values in one.row_scores.items():
             everything[f"row_scores/{name}/{score}"] = values[rows]
     everything["parent"] = np.array(str(embeddings.attrs["id"]))
-    with (
-        store.replacing(path) as fd,
-        os.fdopen(fd, "wb", closefd=False) as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-    ):
+    with _exporting(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, values in everything.items():
             _write_npy(archive, name, values, rows if name in whole else None)
     _say(path, len(rows), f"{len(everything)} arrays")
@@ -249,9 +249,27 @@ def _target(embeddings: Embeddings, out: Path | None, name: str) -> Path:
             is_ours = False
         if not is_ours:
             raise ConfigError(
-                f"{path} is there and is no export of embedx; remove it, or choose another out=FILE"
+                f"{path} is there and is no export of embedx, or was changed since; move it, or "
+                "choose another out=FILE"
             )
     return path
+
+
+@contextlib.contextmanager
+def _exporting(path: Path) -> Iterator[BinaryIO]:
+    """A file to fill that takes the name ``path`` when the block ends, with its hash beside it."""
+    with store.replacing(path) as fd:
+        with os.fdopen(fd, "w+b", closefd=False) as file:
+            yield file
+            file.flush()
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        # Before the table takes its name: without its hash it would be taken for a user's.
+        before = ""
+        with contextlib.suppress(OSError):
+            before = store.hash_path(path).read_text("ascii", "replace").partition("\n")[0]
+        lines = [f"{digest}  {path.name}", *([before] if before else [])]
+        store.replace_file(store.hash_path(path), ("\n".join(lines) + "\n").encode())
 
 
 def _require_pyarrow(needed_for: str) -> None:
@@ -277,7 +295,7 @@ def _main(embeddings: Embeddings, maps: Sequence[Projection], name: str | None) 
             f"embeddings={embeddings.path}"
         )
     if name is None:
-        return maps[0]
+        return maps[most_trusted(maps)]
     found = [one for one in maps if name in (one.name, one.name.rsplit("-", 1)[0])]
     if not found:
         raise ConfigError(
@@ -481,8 +499,7 @@ def _write_parquet(path: Path, columns: Sequence[_Column], *, n: int, parent: st
     schema = schema.with_metadata({store.EXPORT_PARENT: parent})
     with_texts = [column.name for column in columns if column.has_texts]
     with (
-        store.replacing(path) as fd,
-        os.fdopen(fd, "wb", closefd=False) as file,
+        _exporting(path) as file,
         parquet.ParquetWriter(
             file, schema, compression="zstd", use_dictionary=with_texts or False
         ) as writer,
@@ -515,7 +532,7 @@ def _write_csv(
     """
     names = [*columns, *numbered]
     row_bytes = 200 * len(names)  # as Python's objects
-    with store.replacing(path) as fd, os.fdopen(fd, "wb", closefd=False) as file:
+    with _exporting(path) as file:
         for part in _blocks(len(rows), row_bytes):
             cells = [_cells(values[part]) for values in columns.values()]
             for array in layers:

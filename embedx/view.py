@@ -14,12 +14,12 @@ import webbrowser
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from embedx import store
-from embedx.checks import checked
+from embedx.checks import checked, signature_of
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.figures import (
     PALETTE,
@@ -106,15 +106,29 @@ def view(
         StoreError: A file is missing or damaged, or there is no space.
     """
     if follow:
-        _follow(embeddings, viewer=viewer)
+        beside: dict[str, Any] = {
+            "viewer": viewer,
+            "color": color,
+            "points": points,
+            "facet": facet,
+        }
+        beside |= {"theme": theme, "format": format, "projections": projections}
+        _refuse_unused("follow=true", **beside, out=out, open=open, port=port)
+        _follow(embeddings)
         return None
     opened = store.open(embeddings)
+    if out is not None and Path(out).suffix in (".html", ".png", ".svg", ".pdf"):
+        raise ConfigError(f"out={out} is the name of a file; give a folder, out=FOLDER")
     if viewer != "map":
-        _refuse_for_maps(viewer, points=points, facet=facet, theme=theme, format=format)
+        drawn = {"points": points, "facet": facet, "theme": theme, "format": format}
+        _refuse_unused(f"viewer={viewer}", **drawn)
     if viewer == "tensorboard":
-        _serve(Path(out) if out else opened.path.parent / "projector", port=port, show=open)
+        folder = Path(out) if out else opened.path.parent / "projector"
+        _serve(opened, folder, port=port, show=open)
         return None
     maps = store.projections_of(opened, projections)
+    if projections is not None and not projections:
+        raise ConfigError("projections=[] names none; leave it out for all of them")
     if not maps:
         raise DataError(
             f"{opened.path} has no projection yet; make one with: python -m embedx project "
@@ -125,7 +139,7 @@ def view(
         path = write_report(opened, maps, color=color, path=folder / "report.html")
         log.info("wrote %s: %.1f MB", path, path.stat().st_size / 1e6)
         if open:
-            webbrowser.open(path.resolve().as_uri())
+            _show(path.resolve().as_uri())
         return None
     if color == NEIGHBORHOOD and color not in opened.metadata:
         colors = _neighborhoods(maps)
@@ -160,19 +174,23 @@ def view(
     for path in written:
         log.info("wrote %s", path)
     if open:
-        webbrowser.open(written[-1].resolve().as_uri())
+        _show(written[-1].resolve().as_uri())
     return together
 
 
-def _refuse_for_maps(viewer: str, **given: str | None) -> None:
-    """Refuse what only maps have use for."""
-    usual = {"points": "auto", "facet": None, "theme": "light", "format": "png"}
+def _show(address: str) -> None:
+    if not webbrowser.open(address):
+        log.warning(
+            "no browser could be opened on this machine; open %s where there is one", address
+        )
+
+
+def _refuse_unused(beside: str, **given: Any) -> None:
+    """Refuse what is given and has no use beside something else."""
+    parameters = signature_of(view).parameters
     for key, value in given.items():
-        if value != usual[key]:
-            raise ConfigError(
-                f"{key}={value} is for viewer=map, and has no use beside viewer={viewer}; leave "
-                "one of them out"
-            )
+        if value != parameters[key].default:
+            raise ConfigError(f"{key}={value} has no use beside {beside}; leave one of them out")
 
 
 def _neighborhoods(maps: Sequence[Projection]) -> Colors:
@@ -379,9 +397,7 @@ def _title(projection: Projection, maps: Sequence[Projection]) -> str:
     return as_label(title) + (f"  (trustworthiness {score:.3f})" if score is not None else "")
 
 
-def _follow(embeddings: str | os.PathLike[str] | Embeddings, *, viewer: str) -> None:
-    if viewer != "map":
-        raise ConfigError(f"follow=true shows a map in the terminal: leave out viewer={viewer}")
+def _follow(embeddings: str | os.PathLike[str] | Embeddings) -> None:
     if isinstance(embeddings, Embeddings):
         path = embeddings.path
     else:
@@ -393,14 +409,30 @@ def _follow(embeddings: str | os.PathLike[str] | Embeddings, *, viewer: str) -> 
         follow_run(path)
 
 
-def _serve(folder: Path, *, port: int, show: bool) -> None:
+# A server whose parent was killed would keep the port.
+_SERVER = """
+import os, sys, threading, time
+parent = os.getppid()
+def end_with_parent():
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+threading.Thread(target=end_with_parent, daemon=True).start()
+from tensorboard.main import run_main
+sys.argv[0] = "tensorboard"
+run_main()
+"""
+
+
+def _serve(opened: Embeddings, folder: Path, *, port: int, show: bool) -> None:
     """Run TensorBoard on ``folder``, bound to this machine alone, until it is stopped."""
+    store.sweep(folder)
     exports = [folder] if (folder / store.EXPORT_CONFIG).exists() else []
     exports = exports or [path.parent for path in sorted(folder.rglob(store.EXPORT_CONFIG))]
     if not exports:
         raise DataError(
             f"there is no export in {folder}; make it with: python -m embedx export "
-            f"embeddings={folder.parent}"
+            f"embeddings={opened.path.parent} out={folder}"
         )
     for export in exports:
         exported = (export / store.EXPORT_CONFIG).stat().st_mtime
@@ -428,8 +460,8 @@ def _serve(folder: Path, *, port: int, show: bool) -> None:
     log.info("serving %s at %s until Ctrl-C", folder, address)
     log.info("from another machine: ssh -L %s:127.0.0.1:%s HOST, then the same address", port, port)
     if show:
-        webbrowser.open(address)
-    command = ["-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1"]
+        _show(address)
+    command = ["-c", _SERVER, "--logdir", str(folder), "--host", "127.0.0.1"]
     server = subprocess.Popen(
         [sys.executable, *command, "--port", str(port), "--load_fast=false"],
         env={**os.environ, "PYTHONWARNINGS": "ignore"},

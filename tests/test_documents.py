@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -101,6 +102,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if path.parent.name != "flat" or i < 8:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(pixels).resize((64, 48)).save(path)
+    (folder / "shards").mkdir()
+    for number in range(2):
+        with tarfile.open(folder / "shards" / f"photos-{number:03d}.tar", "w") as tar:
+            for i in range(20 * number, 20 * number + 20):
+                kind = ("cat", "dog")[i % 2]
+                tar.add(folder / "photos" / kind / f"{i}.jpg", arcname=f"{kind}-{i}.jpg")
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -719,7 +719,8 @@ def die_amid_a_file(path, data):
 if sys.argv[2] == "tensorboard":
     store.replace_file = die_amid_a_file
 else:
-    os.replace = die
+    replace = os.replace
+    os.replace = lambda old, new: die() if str(new).endswith(".npz") else replace(old, new)
 export(sys.argv[1], exporter=sys.argv[2])
 """
 
@@ -730,6 +731,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_of_a_living_one_is
 ) -> None:
     path = embeddings_file(tmp_path, {"pool": points_of(3)})
     export(path, exporter=exporter)
+    export(path, exporter=exporter)
     before = everything(tmp_path)
     command = [sys.executable, "-c", KILLED, str(path), exporter]
     assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
@@ -737,14 +739,85 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_of_a_living_one_is
     assert left, "nothing was under way when it was killed"
     assert {name: data for name, data in everything(tmp_path).items() if name in before} == before
     living = tmp_path / ("projector" if exporter == "tensorboard" else "embeddings.npz")
-    replacing = store.replacing_folder if exporter == "tensorboard" else store.replacing
-    with contextlib.suppress(KeyboardInterrupt), replacing(living):
+    if exporter == "tensorboard":
+        replacing: Any = store.replacing_folder(living, foreign=store.foreign_in_export)
+    else:
+        replacing = store.replacing(living)
+    with contextlib.suppress(KeyboardInterrupt), replacing:
         beside = {p.name for p in tmp_path.glob(".*.tmp")}
         assert len(beside) == 1, "that of the killed one is removed"
         export(path, exporter=exporter)
         assert {p.name for p in tmp_path.glob(".*.tmp")} == beside
         raise KeyboardInterrupt
     assert everything(tmp_path) == before
+
+
+def test_an_old_export_comes_back_where_the_new_one_was_killed_as_it_took_its_place(
+    tmp_path: Path,
+) -> None:
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
+    folder = export(path)
+    before = everything(tmp_path)
+    code = f"""
+import os, signal
+from embedx.export import export
+replace, n = os.replace, 0
+def killed(old, new):
+    if str(new) == {str(folder)!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new)
+os.replace = killed
+export({str(path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert not folder.exists()
+    store.sweep(folder)
+    assert everything(tmp_path) == before
+
+
+def test_what_somebody_puts_into_an_export_while_it_is_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
+    folder = export(path)
+    plain = EXPORT._fill
+
+    def meanwhile(*given: Any, **named: Any) -> Any:
+        (folder / "notes.md").write_text("what I saw")
+        return plain(*given, **named)
+
+    monkeypatch.setattr(EXPORT, "_fill", meanwhile)
+    export(path)
+    assert (folder / "notes.md").read_text() == "what I saw"
+    assert Served(folder).names == ["1-pool"]
+    assert not list(tmp_path.glob(".projector*"))
+    (folder / "notes.md").unlink()
+    tensor = next(folder.glob("*.bin"))
+    tensor.unlink()
+    tensor.mkdir()  # a user's folder of the name that a file of ours has
+    with pytest.raises(ConfigError, match="which is no part of an export"):
+        export(path)
+
+
+def test_the_folder_one_stands_in_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = embeddings_file(tmp_path, {"pool": points_of(3)})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="is the folder you stand in, or one above"):
+        export(path, out=".")
+
+
+def test_rows_at_the_end_of_float32_are_exported(tmp_path: Path) -> None:
+    x = points_of(6) * 1e38
+    path = embeddings_file(tmp_path, {"pool": x})
+    projection_file(path, "umap-1", points_of(6, 2))
+    served = Served(export(path))
+    np.testing.assert_array_equal(served.tensor("1-pool"), x)
+    rows = served.bookmarks("1-pool")[0]["projections"]
+    assert np.isfinite([[row[f"pca-{k}"] for k in range(3)] for row in rows]).all()
 
 
 def test_a_sheet_in_many_bands_is_the_sheet_in_one(

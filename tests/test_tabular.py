@@ -426,6 +426,49 @@ def test_a_file_of_somebody_else_is_refused_and_an_earlier_export_replaced(
     assert mine.read_bytes() != fewer
 
 
+def annotated(path: Path) -> None:
+    """An export to which a user's program added a column."""
+    if path.suffix == ".parquet":
+        table = parquet.read_table(path)
+        parquet.write_table(table.append_column("mine", pa.array(["x"] * len(table))), path)
+    elif path.suffix == ".npz":
+        with np.load(path) as loaded:
+            arrays = dict(loaded)
+        np.savez(path, **arrays, mine=np.arange(3))
+    else:
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line.replace("\n", ",mine\n") for line in lines))
+
+
+@ALL
+def test_an_export_that_a_user_changed_is_neither_replaced_nor_removed(
+    tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    path = run_with_all(tmp_path)
+    mine = export(path, **options)
+    annotated(mine)
+    before = mine.read_bytes()
+    with pytest.raises(ConfigError, match="was changed since; move it, or choose another out=FILE"):
+        export(path, **options)
+    file_id = str(store.open(path).attrs["id"])
+    store.remove_derived(tmp_path, file_id)
+    assert mine.read_bytes() == before
+
+
+@ALL
+def test_an_export_that_is_removed_with_its_rows_is_said(
+    tmp_path: Path, options: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run_with_all(tmp_path)
+    mine = export(path, **options)
+    caplog.set_level(logging.INFO, logger="embedx")
+    store.remove_derived(tmp_path, str(store.open(path).attrs["id"]))
+    assert not mine.exists()
+    assert not list(tmp_path.glob(".*.sha256"))
+    assert "removed what was made of the rows that are replaced" in caplog.text
+    assert name in caplog.text
+
+
 @ALL
 def test_out_is_a_file_or_a_folder(tmp_path: Path, options: dict[str, Any], name: str) -> None:
     path = run_with_all(tmp_path / "run")

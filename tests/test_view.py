@@ -1,9 +1,13 @@
 """The stage ``view``: what is really in the pictures."""
 
 import base64
+import contextlib
 import io
 import logging
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -866,8 +870,85 @@ def test_what_only_maps_have_is_refused_beside_another_viewer(
 ) -> None:
     xy, labels = blobs(30, 3)
     path = make_run(tmp_path, {"umap": xy}, labels=labels)
-    with pytest.raises(ConfigError, match=f"{option}={value} is for viewer=map"):
+    with pytest.raises(ConfigError, match=f"{option}={value} has no use beside viewer={viewer}"):
         view(path, viewer=viewer, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("color", "none"), ("open", True), ("out", "x"), ("viewer", "report")]
+)
+def test_what_following_has_no_use_for_is_refused(tmp_path: Path, option: str, value: Any) -> None:
+    path = make_run(tmp_path, {"umap": blobs(30, 3)[0]})
+    with pytest.raises(ConfigError, match=f"{option}={value} has no use beside follow=true"):
+        view(path, follow=True, **{option: value})
+
+
+@pytest.mark.parametrize("name", ["maps.png", "map-umap-000000.png", "report.html"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_file_that_embedx_did_not_write_is_not_replaced(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    xy, labels = blobs(30, 3)
+    path = make_run(tmp_path, {"umap": xy, "pca": xy}, labels=labels)
+    figs = tmp_path / "figs"
+    figs.mkdir()
+    mine = figs / name if kind == "file" else tmp_path / "mine"
+    mine.write_text("mine")
+    if kind == "link":
+        (figs / name).symlink_to(mine)
+    viewer = "report" if name == "report.html" else "map"
+    with pytest.raises(StoreError, match=r"was not written by embedx; move it, or choose another"):
+        view(path, viewer=viewer, out=figs)
+    assert mine.read_text() == "mine"
+    (figs / name).unlink()
+    view(path, viewer=viewer, out=figs)
+    view(path, viewer=viewer, out=figs)  # ours is replaced
+
+
+@pytest.mark.parametrize("out", ["my.html", "a.png"])
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path, out: str) -> None:
+    path = make_run(tmp_path, {"umap": blobs(30, 3)[0]})
+    with pytest.raises(ConfigError, match="is the name of a file; give a folder"):
+        view(path, viewer="report", out=tmp_path / out)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file is a file, and a folder is needed; choose another"):
+        view(path, out=tmp_path / "file")
+
+
+def test_no_browser_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_run(tmp_path, {"umap": blobs(30, 3)[0]})
+    monkeypatch.setattr("webbrowser.open", lambda _: False)
+    view(path, open=True)
+    assert "no browser could be opened on this machine; open file://" in caplog.text
+
+
+def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
+    path = _exported(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = f"from embedx.view import view; view({str(path)!r}, viewer='tensorboard', port={port})"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+
+    def is_served() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+        return False
+
+    def wait_until(served: bool) -> bool:
+        ends = time.monotonic() + 60
+        while is_served() is not served and time.monotonic() < ends:
+            time.sleep(0.2)
+        return is_served() is served
+
+    try:
+        assert wait_until(True)
+    finally:
+        process.kill()
+        process.wait()
+    assert wait_until(False)
 
 
 def test_each_option_can_be_given_on_the_command_line(
@@ -1030,7 +1111,7 @@ def test_tensorboard_that_ends_by_itself_is_told(
     with pytest.raises(DataError, match="TensorBoard ended with exit status 3"):
         view(path, viewer="tensorboard", port=6123, out=tmp_path if out else None)
     (command,) = commands
-    assert command[:3] == [sys.executable, "-m", "tensorboard.main"]
+    assert command[:2] == [sys.executable, "-c"]
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--port") + 1] == "6123"
     # A folder above exports is served as it is, and shows each of them.
