@@ -9,8 +9,6 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 from embedx.errors import ConfigError, DataError, nearest, short
 
 P = ParamSpec("P")
@@ -243,5 +241,7 @@ def require_unmasked(value: Any) -> None:
     Raises:
         DataError: It is one.
     """
+    import numpy as np
+
     if np.ma.is_masked(value):
         raise DataError("a masked array has values that do not count; give data.filled(VALUE)")

@@ -251,7 +251,7 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
     Raises:
         DataError: Of another format, too large, or pixels whose range is not stated (32-bit,
             float) or is lost in reading (a transparent colour of 16 bits).
-        OSError: Missing or truncated.
+        OSError: Missing, truncated, or a PNG whose checksums do not match.
     """
     with open(path, "rb") as file:
         return decoded(file)
@@ -279,14 +279,14 @@ def decoded(file: IO[bytes]) -> Image.Image:
 
 
 def _require_checksums(file: IO[bytes]) -> None:
-    """Raise DataError for a PNG whose checksums do not match: Pillow reads pixels without them."""
+    """Raise OSError for a PNG whose checksums do not match: Pillow reads pixels without them."""
     at = file.tell()
     file.seek(0)
     try:
         with Image.open(file, formats=["PNG"]) as again:
             again.verify()
-    except (SyntaxError, OSError) as error:
-        raise DataError(f"it is damaged or truncated ({first_line(error)})") from None
+    except SyntaxError as error:
+        raise OSError(f"image file is damaged ({first_line(error)})") from None
     file.seek(at)
 
 
@@ -969,7 +969,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     def hashed(make: Callable[[Any], Any], raw: Any) -> bytes:
         digest = hashlib.sha256()
         try:
-            _update(digest, str(raw) if isinstance(raw, Exception) else make(raw))
+            _update(digest, str(raw) if isinstance(raw, BaseException) else make(raw))
         except ConfigError:
             raise
         except Exception as error:  # a row that cannot be read fails later, and by itself
@@ -981,7 +981,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         before = _random_states()
         try:
             raw = items[row]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raw = error
         item = entered = hashed(_input, raw)
         if collate is not None:
@@ -995,7 +995,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     together: list[bytes] = []
     with random_put_back():
         sample = {row: read(row) for row in rows}
-        good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, Exception)}
+        good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, BaseException)}
         first = next(iter(good), None)
         if collate is not None and first is not None:
             if hashed(_input, good[first]) != sample[first][1]:

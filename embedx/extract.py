@@ -208,7 +208,7 @@ def extract(
         store.require_no_parts(path, of=file_id if isinstance(source, Shards) else None)
         if partial.exists():
             _refuse_another(partial, identity, source)
-    store.require_own_beside(path)
+    store.require_own_beside(path, has_config=True)
     log.info(
         "extracting %s of %s over %s (%s) on %s into %s",
         ", ".join(point.name for point in points),
@@ -1022,9 +1022,9 @@ def _fill(
         writer = store.resume(path, expected=expected)
     n_rows = len(plan.source)
     first_row = writer.rows_done if writer else 0
-    first_pass = attrs.get(_BY_FIRST_PASS, "" if fields is not None else None)
+    first_pass = attrs.get(_BY_FIRST, "" if fields is not None else None)
     if writer is not None:
-        first_pass = store.Embeddings(store.partial_path(path)).attrs.get(_BY_FIRST_PASS, "")
+        first_pass = store.Embeddings(store.partial_path(path)).attrs.get(_BY_FIRST, "")
     of = f" of {title}" if title else ""
     if first_row:
         log.info("going on at row %s of %s%s", f"{first_row:,}", f"{n_rows:,}", of)
@@ -1063,7 +1063,7 @@ def _fill(
             if results is not None:
                 if first_pass is None:
                     first_pass = results.first_pass
-                    attrs = {**attrs, **({_BY_FIRST_PASS: first_pass} if first_pass else {})}
+                    attrs = {**attrs, **({_BY_FIRST: first_pass} if first_pass else {})}
                 _require_same_first_pass(path, first_pass, results.first_pass)
             if writer is None and results is None:
                 waiting.append(batch)
@@ -1093,7 +1093,7 @@ def _fill(
         return _Filled(writer, progress.rate)
 
 
-_BY_FIRST_PASS = "made_by_first_pass"
+_BY_FIRST = "made_by_first_pass"
 
 
 def _require_same_first_pass(path: Path, there: str, here: str) -> None:
@@ -1207,7 +1207,7 @@ def _run_shards(
 def _first_pass_of(done: Mapping[int, Embeddings]) -> dict[str, Any]:
     """The root attribute of parts, where they have it."""
     first = next(iter(done.values()), None)
-    return {} if first is None else {k: v for k, v in first.attrs.items() if k == _BY_FIRST_PASS}
+    return {} if first is None else {k: v for k, v in first.attrs.items() if k == _BY_FIRST}
 
 
 def _join(
@@ -1360,12 +1360,13 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 plan.model.name,
                 listed(names),
             )
+        memory = _Memory(plan, is_known=is_known)
         got = stack.enter_context(
             hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
         )
 
         is_checked = False
-        memory = _Memory(plan, is_known=is_known)
+
         def forward(batch: _Batch) -> _Results:
             nonlocal is_checked
             assert batch.inputs is not None
@@ -1444,16 +1445,17 @@ class _Memory:
             self._before = kept, now
             if kept != before or others:
                 self.first_pass = value_sha256([kept, others])
-                log.warning(
-                    "%s or its pooling has made something in its first pass that later ones may "
-                    "use: if the run is interrupted, it goes on only where the first pass makes "
-                    "the same again",
-                    self._plan.model.name,
-                )
         elif kept != before:
             log.warning(
                 "%s or its pooling keeps something from pass to pass; if that enters the rows, a "
                 "run that was interrupted and goes on gives others",
+                self._plan.model.name,
+            )
+        elif self.first_pass:
+            log.warning(
+                "%s or its pooling has made something in its first pass that later ones may use "
+                "(a layer, a centre, a cache): if the run is interrupted, it goes on only where "
+                "its first pass makes the same",
                 self._plan.model.name,
             )
 

@@ -534,6 +534,7 @@ def record(
     path = Path(out).absolute() / store.EMBEDDINGS_NAME  # the loop may go to another folder
     store.require_idle(path)
     _require_free(path, overwrite=overwrite)
+    store.require_own_beside(path, has_config=False)
     return Recorder(
         model,
         resolved,
@@ -577,6 +578,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             f"{out} holds a recording of 0 rows: it was stopped before its first commit; record "
             f"again, or remove {store.parts_folder(path)}"
         )
+    store.require_own_beside(path, has_config=False)
     file_id = _joined_id(parts)
     replaced = _file_id(path) if path.exists() else None
     _require_replaceable(path, parts[0], file_id=file_id, replaced=replaced)
