@@ -824,8 +824,8 @@ def _own_tensors(values: Mapping[Any, Any]) -> dict[str, Tensor]:
     named = {str(name): _own_tensor(value) for name, value in values.items()}
     if len(named) < len(values):
         raise DataError(
-            f"two names of it are the same as texts, of {', '.join(map(repr, values))}; give the "
-            "names of the model's arguments"
+            f"two of its names are one as texts ({', '.join(map(repr, values))}); give the names "
+            "of the model's arguments"
         )
     return named
 
@@ -1014,17 +1014,18 @@ def _fill(
         The writer, which has the lock; where no row is good and ``fields`` are not given, the id of
         the first and why it failed.
     """
+    first_pass = attrs.get(_BY_FIRST, "" if fields is not None else None)
     if overwrite:  # from the start: what is there may be of code that has changed unseen
         store.require_idle(path)
         writer = None
     else:
+        if store.partial_path(path).exists():
+            begun = store.Embeddings(store.partial_path(path))
+            first_pass = begun.attrs.get(_BY_FIRST, "")
         expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
         writer = store.resume(path, expected=expected)
     n_rows = len(plan.source)
     first_row = writer.rows_done if writer else 0
-    first_pass = attrs.get(_BY_FIRST, "" if fields is not None else None)
-    if writer is not None:
-        first_pass = store.Embeddings(store.partial_path(path)).attrs.get(_BY_FIRST, "")
     of = f" of {title}" if title else ""
     if first_row:
         log.info("going on at row %s of %s%s", f"{first_row:,}", f"{n_rows:,}", of)
@@ -1063,7 +1064,7 @@ def _fill(
             if results is not None:
                 if first_pass is None:
                     first_pass = results.first_pass
-                    attrs = {**attrs, **({_BY_FIRST: first_pass} if first_pass else {})}
+                    attrs = {**attrs, _BY_FIRST: first_pass} if first_pass else attrs
                 _require_same_first_pass(path, first_pass, results.first_pass)
             if writer is None and results is None:
                 waiting.append(batch)
@@ -1107,7 +1108,7 @@ def _require_same_first_pass(path: Path, there: str, here: str) -> None:
         raise StoreError(
             f"{path} was begun by a model that made itself something else in its first pass (a "
             "layer, a centre), so its further rows would be those of another model; start anew "
-            "with overwrite=true, and let it be made before the run"
+            "with overwrite=true, or run the model once on one fixed example before"
         )
 
 

@@ -227,10 +227,10 @@ class _Reader:
                 yield key
                 yield self.digest(value)
         for key, tensor in {**module._parameters, **module._buffers}.items():
-            if tensor is not None and (type(tensor) not in _TENSORS or vars(tensor)):
+            if tensor is not None and (type(tensor) not in _TENSORS or _attributes(tensor)):
                 yield key  # such as the scale of a quantized weight
                 yield self.digest(type(tensor))
-                yield self.digest(vars(tensor))
+                yield self.digest(_attributes(tensor))
 
     def variables(self) -> list[str | bytes]:
         """What is left when all was read: the global variables that the code so far refers to, and
@@ -283,7 +283,7 @@ class _Reader:
             yield from sorted(map(self.digest, value))
         elif kind is dict:
             # By device: what a pass has kept for the next one.
-            for key in [key for key in value if not isinstance(key, torch.device)]:
+            for key in [key for key in value if not _is_of_device(key, value[key])]:
                 yield self.digest(key)
                 yield self.digest(value[key])
         elif isinstance(value, types.ModuleType):
@@ -336,9 +336,9 @@ class _Reader:
             return
         dense = tensor.dequantize() if tensor.is_quantized else tensor
         yield _buffer(dense if dense.layout == torch.strided else dense.to_dense())
-        if type(tensor) not in _TENSORS or vars(tensor):
+        if type(tensor) not in _TENSORS or _attributes(tensor):
             yield self.digest(type(tensor))
-            yield self.digest(vars(tensor))
+            yield self.digest(_attributes(tensor))
 
     def _object(self, value: Any) -> Iterator[str | bytes]:
         """What pickle would keep of it: what it is made of without caches, locks and addresses."""
@@ -429,6 +429,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+def _attributes(tensor: Tensor) -> dict[str, Any]:
+    """What is kept on a tensor, less what compiling notes there in a first pass."""
+    return {key: value for key, value in vars(tensor).items() if not key.startswith("_dynamo")}
+
+
+def _is_of_device(key: Any, value: Any) -> bool:
+    is_name = isinstance(key, str) and key.partition(":")[0] in ("cpu", "cuda", "mps")
+    return isinstance(key, torch.device) or (is_name and isinstance(value, Tensor))
 
 
 def _content(value: Any) -> list[Any] | None:
