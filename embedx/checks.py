@@ -235,3 +235,15 @@ def require_exact(column: Iterable[Any], *, what: str) -> None:
                 f"{what} holds {value}, which among the others becomes the float "
                 f"{int(float(value))}; give numbers that one column of int64 or of float64 holds"
             )
+
+
+def require_unmasked(value: Any) -> None:
+    """Refuse an array whose values are in part masked, which would count as any others.
+
+    Raises:
+        DataError: It is one.
+    """
+    import numpy as np
+
+    if np.ma.is_masked(value):
+        raise DataError("a masked array has values that do not count; give data.filled(VALUE)")

@@ -1,6 +1,7 @@
 """Sources of samples: items with ids, labels and metadata, in one fixed order."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -12,6 +13,7 @@ import random
 import re
 import stat
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -22,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from embedx.checks import require_exact
-from embedx.errors import ConfigError, DataError
+from embedx.checks import require_exact, require_unmasked
+from embedx.errors import ConfigError, DataError, first_line
 
 Array = npt.NDArray[Any]
 
@@ -87,6 +89,8 @@ class Source:
     def __post_init__(self) -> None:
         if not isinstance(self.ids, RowNumbers):
             _require_texts(self.ids, f"the ids of {self.name}")
+        for given in (self.labels, *self.metadata.values()):
+            require_unmasked(given)
         if self.labels is not None:
             labels, n_names = np.asarray(self.labels), len(self.label_names)
             if labels.shape != (len(self),) or labels.dtype.kind not in "iu":
@@ -197,15 +201,56 @@ def limited(n: int, limit: int | None) -> int:
 # --------------------------------------------------------------------------- pictures
 
 
-@contextlib.contextmanager
-def whole_pictures() -> Iterator[None]:
+class _Pillow:
+    """What Pillow and its warnings are told while any thread reads; after the last, as it was.
+
+    Both are one for all threads: each that put back what it found would put back another's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = self._quiet = 0
+        self._before = False
+        self._filters = warnings.catch_warnings()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        with self._lock:
+            if not self._users or ImageFile.LOAD_TRUNCATED_IMAGES:  # set by others meanwhile
+                self._before = ImageFile.LOAD_TRUNCATED_IMAGES
+            self._users += 1
+            ImageFile.LOAD_TRUNCATED_IMAGES = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    ImageFile.LOAD_TRUNCATED_IMAGES |= self._before
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        with self._lock:
+            self._quiet += 1
+            if self._quiet == 1:
+                self._filters = warnings.catch_warnings()
+                self._filters.__enter__()
+                warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._quiet -= 1
+                if not self._quiet:
+                    self._filters.__exit__(None, None, None)
+
+
+_PILLOW = _Pillow()
+
+
+def whole_pictures() -> contextlib.AbstractContextManager[None]:
     """Let no half of a picture pass for a whole one, whatever another library asked of Pillow."""
-    before = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = before
+    return _PILLOW.whole()
 
 
 def decode_image(path: str | os.PathLike[str]) -> Image.Image:
@@ -219,7 +264,7 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
     Raises:
         DataError: Of another format, too large, or pixels whose range is not stated (32-bit,
             float) or is lost in reading (a transparent colour of 16 bits).
-        OSError: Missing or truncated.
+        OSError: Missing, truncated, or a PNG whose checksums do not match.
     """
     with open(path, "rb") as file:
         return _decoded(file)
@@ -233,14 +278,13 @@ def decode_bytes(data: bytes) -> Image.Image:
 
     Raises:
         DataError: As there.
-        OSError: Truncated.
+        OSError: As there.
     """
     return _decoded(io.BytesIO(data))
 
 
 def _decoded(file: IO[bytes]) -> Image.Image:
-    with warnings.catch_warnings(), whole_pictures():
-        warnings.simplefilter("ignore")  # our own cap stands before Pillow's warning
+    with _PILLOW.quiet(), whole_pictures():  # our own cap stands before Pillow's warning
         try:
             opened = Image.open(file, formats=FORMATS)
         except Image.DecompressionBombError as error:
@@ -254,7 +298,21 @@ def _decoded(file: IO[bytes]) -> Image.Image:
                     f"{width}x{height} px is more than {PIXELS_MOST / 1e6:.0f} megapixels; "
                     "shrink it"
                 )
+            if opened.format == "PNG":
+                _require_checksums(file)
             return _upright_rgb(opened, in_place=True)
+
+
+def _require_checksums(file: IO[bytes]) -> None:
+    """Raise OSError for a PNG whose checksums do not match: Pillow reads pixels without them."""
+    at = file.tell()
+    file.seek(0)
+    try:
+        with Image.open(file, formats=["PNG"]) as again:
+            again.verify()
+    except SyntaxError as error:
+        raise OSError(f"image file is damaged ({first_line(error)})") from None
+    file.seek(at)
 
 
 def _upright_rgb(opened: Image.Image, *, in_place: bool = False) -> Image.Image:
@@ -762,6 +820,9 @@ def counted_through(
     unique = sorted(set(labels) - {""})
     index = {label: i for i, label in enumerate(unique)}
     names = [str(label) for label in unique]
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise DataError(f"two labels are both written {twice!r}; give them as texts that differ")
     if classes is not None and set(unique) <= set(range(len(classes))):
         names = [str(classes[int(label)]) for label in unique]
     return np.array([index.get(label, -1) for label in labels], np.int32), names
@@ -971,7 +1032,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     def hashed(make: Callable[[Any], Any], raw: Any) -> bytes:
         digest = hashlib.sha256()
         try:
-            _update(digest, str(raw) if isinstance(raw, Exception) else make(raw))
+            _update(digest, str(raw) if isinstance(raw, BaseException) else make(raw))
         except ConfigError:
             raise
         except Exception as error:  # a row that cannot be read fails later, and by itself
@@ -983,11 +1044,11 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         before = _random_states()
         try:
             raw = items[row]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raw = error
         item = entered = hashed(_input, raw)
         if collate is not None:
-            entered = hashed(lambda raw: collated(collate([raw])), raw)
+            entered = hashed(lambda raw: collated(collate([_apart(raw)])), raw)
         drawn.append(_random_states() != before)
         return raw, item, entered
 
@@ -997,7 +1058,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     together: list[bytes] = []
     with random_put_back():
         sample = {row: read(row) for row in rows}
-        good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, Exception)}
+        good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, BaseException)}
         first = next(iter(good), None)
         if collate is not None and first is not None:
             if hashed(_input, good[first]) != sample[first][1]:
@@ -1031,6 +1092,29 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     )
 
 
+def copied(item: Any) -> Any:
+    """An item that shares nothing with another: a ``collate_fn`` may work in place on both.
+
+    Raises:
+        DataError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(item)
+    except Exception as error:  # each type raises its own
+        raise DataError(
+            f"an item of the Dataset cannot be copied ({first_line(error)}); let __getitem__ give "
+            "plain values, and tensors detached"
+        ) from None
+
+
+def _apart(item: Any) -> Any:
+    """A copy of an item, where there can be one."""
+    try:
+        return copied(item)
+    except DataError:
+        return item
+
+
 def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]) -> list[bytes]:
     """Refuse a ``collate_fn`` with an order of its own, as some sort by length.
 
@@ -1047,7 +1131,7 @@ def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]
     def slots(*items: Any) -> list[bytes]:
         seed_random(0)
         try:
-            inputs = collated(collate(list(items)))
+            inputs = collated(collate([_apart(item) for item in items]))
             parts = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
             arrays = [array for array in map(_as_array, parts) if array is not None]
             found = []
@@ -1107,16 +1191,6 @@ def _blocks(values: Any) -> Iterator[Array]:
     block_rows = max(1, 2**24 // max(1, row_bytes))
     for start in range(0, len(values), block_rows):
         yield np.ascontiguousarray(values[start : start + block_rows])
-
-
-def require_unmasked(value: Any) -> None:
-    """Refuse an array whose values are in part masked, which would count as any others.
-
-    Raises:
-        DataError: It is one.
-    """
-    if np.ma.is_masked(value):
-        raise DataError("a masked array has values that do not count; give data.filled(VALUE)")
 
 
 def _as_array(value: Any) -> Array | None:
@@ -1239,7 +1313,7 @@ class ItemReader:
         if self.hashes is None:
             raw = self.items[i]
         else:  # as of a file: another process may write a mapped array
-            rows = _copied(self.items[i : i + 1])
+            rows = _rows_apart(self.items[i : i + 1])
             values = _as_array(rows)
             assert values is not None
             form = f"{values.shape[1:]} {_form(rows, values)}".encode()
@@ -1250,6 +1324,6 @@ class ItemReader:
         return (item, _label(raw, self.n_names)) if self.gives_label else item
 
 
-def _copied(rows: Any) -> Any:
+def _rows_apart(rows: Any) -> Any:
     """Rows of an array or tensor, sharing nothing with it."""
     return rows.clone() if hasattr(rows, "clone") else np.array(rows)

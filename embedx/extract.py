@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from embedx import data as sources
 from embedx import fold, hooks, models, store, text_data
 from embedx import pooling as pools
-from embedx.checks import checked
+from embedx.checks import checked, require_unmasked
 from embedx.columns import concatenated
 from embedx.configs import public_config, settings_sha256
 from embedx.data import Shards, Source
@@ -47,12 +47,12 @@ from embedx.errors import (
     first_line,
     listed,
 )
-from embedx.fingerprints import code_sha256, value_sha256
+from embedx.fingerprints import code_sha256, state_marks, value_sha256
 from embedx.models import Model, Preprocess
 from embedx.parts import append_parts
 from embedx.pooling import Function
 from embedx.progress import Progress
-from embedx.rows import Rows, not_finite, picture_size, token_mask
+from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
 from embedx.store import Array, Embeddings, Field, Status
 from embedx.threads import n_threads
 
@@ -120,7 +120,8 @@ def extract(
         out: Folder for ``embeddings.h5``; one below ``outputs``, named after model and data, where
             not given.
         overwrite: Replace what another run left in ``out``, and all that was derived from it.
-        preprocess: For pictures into a live network; tensors enter unchanged without it.
+        preprocess: For pictures into a live network, or in the place of a Model's own; tensors
+            enter unchanged without it.
         labels: For data that has none of its own, n of any kind.
         ids: For data that has none of its own, n unique texts.
         config: The settings to record; those of this call where not given.
@@ -208,12 +209,14 @@ def extract(
         if path.exists() and not _is_begun(partial, identity):
             _refuse_another(path, identity, source)
             log.info("%s is complete already with these settings: nothing to do", path)
+            _say_failed(path, int((store.open(path).status == Status.FAILED).sum()))
             if store.parts_id(path) == file_id:  # killed when all was done but this
                 store.remove_parts(path)
             return store.open(path)
         store.require_no_parts(path, of=file_id if isinstance(source, Shards) else None)
         if partial.exists():
             _refuse_another(partial, identity, source)
+    store.require_own_beside(path, has_config=True)
     log.info(
         "extracting %s of %s over %s (%s) on %s into %s",
         ", ".join(point.name for point in points),
@@ -280,11 +283,19 @@ class _Plan:
     def has_own_pooling(self) -> bool:
         return any(one.code for one in self.poolings)
 
+    @property
+    def is_by_sample(self) -> bool:
+        """Whether no code may draw random numbers, or see the samples of a batch together."""
+        prepared = self.model.preprocess
+        return (
+            fold.is_by_sample(self.model.module)
+            and not self.has_own_pooling
+            and not (prepared is not None and prepared.is_own)
+        )
+
     def identity(self) -> dict[str, Any]:
         """Everything that decides the rows, for the id of the file and to name a difference."""
         prepared = self.model.preprocess
-        # Other code may draw random numbers, or see the samples of a batch together.
-        is_known = fold.is_known(self.model.module) and not self.has_own_pooling
         makes_batches = self.source.collate is not None
         tokenizer = self.model.tokenizer
         return {
@@ -302,7 +313,8 @@ class _Plan:
             "dtype": self.dtype.name,
             "save_outputs": self.save_outputs,
             "thumbnails": self.thumbnails,
-            "batch_size": self.batch_size if makes_batches or not is_known else None,
+            "batch_size": self.batch_size if makes_batches or not self.is_by_sample else None,
+            "default_dtype": str(torch.get_default_dtype()),
             "rows": len(self.source),
             "items": self.source.fingerprint,
             "columns": _columns_sha256(self.source),
@@ -333,14 +345,24 @@ def _columns_sha256(source: Source) -> str:
     labels: Any = None if source.labels is None else source.labels.tolist()
     if source.labels_in_items:
         labels = "in the items"
-    metadata = {name: list(map(str, column)) for name, column in source.metadata.items()}
+    metadata = {
+        name: [_kind_of(column), *map(str, column)] for name, column in source.metadata.items()
+    }
     columns = [list(source.ids), labels, list(source.label_names), metadata]
     return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
 
 
+def _kind_of(column: Any) -> str:
+    dtype = np.asarray(column).dtype
+    return "texts" if dtype.kind in "OU" else str(dtype)
+
+
 def _as_model(model: Any, *, preprocess: Preprocess | None) -> Model:
     if isinstance(model, Model):
-        return model
+        described = model.as_it_is()
+        if preprocess is not None:
+            described = dataclasses.replace(described, preprocess=preprocess)
+        return described
     if isinstance(model, nn.Module):
         return models.live(model, preprocess=preprocess)
     if isinstance(model, str):
@@ -429,10 +451,12 @@ def _in_order(loader: "torch.utils.data.DataLoader[Any]") -> torch.utils.data.Ba
         DataError: They do not, or not for sure.
     """
     _refuse_iterable(loader.dataset)
-    if type(loader).__iter__ is not torch.utils.data.DataLoader.__iter__:
+    plain = torch.utils.data.DataLoader
+    own = type(loader)
+    if own.__iter__ is not plain.__iter__ or own._get_iterator is not plain._get_iterator:
         raise DataError(
-            f"the DataLoader is a {type(loader).__name__} that makes its batches in an __iter__ of "
-            "its own, which is not followed; give its Dataset, or a plain DataLoader"
+            f"the DataLoader is a {own.__name__} that makes its batches in an iterator of its own, "
+            "which is not followed; give its Dataset, or a plain DataLoader"
         )
     batches: Any = loader.batch_sampler
     if batches is None:
@@ -746,9 +770,10 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         else:
             # A collate_fn takes whole batches: a copy of a good item holds the place of a bad one.
             filler = next(iter(good.values()))
+            items = [good[i] if i in good else sources.copied(filler) for i in range(size)]
             if self._source.draws:
                 sources.seed_random(start)
-            inputs = self._collate([good.get(i, filler) for i in range(size)], start)
+            inputs = self._collate(items, start)
             pieces.append(_Piece(inputs))
         return _Batch(
             start, tuple(pieces), reasons, miniatures, labels, size, True in kinds, n_tokens
@@ -785,6 +810,8 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             if self._source.labels_in_items:
                 item, found = item
                 label = sources.whole_label(found, n_names=len(self._source.label_names))
+            if collate is None and isinstance(item, Image.Image) and item.mode != "RGB":
+                item = sources.picture(item)
             picture = item if collate is None else sources.picture(item)
             if self._side_px and isinstance(picture, Image.Image):
                 miniature = sources.thumbnail(picture, self._side_px)
@@ -800,7 +827,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 f"out of memory at row {row}, {self._source.ids[row]}; what was committed is kept: "
                 "run again to go on, with a smaller batch_size or less num_workers"
             ) from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return _Item(None, False, label, miniature, _reason(error))
 
     def _text(self, item: Any) -> str:
@@ -840,7 +867,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
                 "out, tensors enter as they are"
             )
         if isinstance(item, Mapping):
-            return {str(name): _own_tensor(value) for name, value in item.items()}
+            return _own_tensors(item)
         return _own_tensor(item)
 
     def _collate(self, items: list[Any], start: int) -> Inputs:
@@ -848,10 +875,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         inputs: Inputs
         try:
             made = sources.collated(self._source.collate(items))
-            if isinstance(made, Mapping):
-                inputs = {str(name): _own_tensor(value) for name, value in made.items()}
-            else:
-                inputs = _own_tensor(made)
+            inputs = _own_tensors(made) if isinstance(made, Mapping) else _own_tensor(made)
         except EmbedxError:
             raise
         except Exception as error:
@@ -904,12 +928,22 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         return stacked
 
 
+def _own_tensors(values: Mapping[Any, Any]) -> dict[str, Tensor]:
+    named = {str(name): _own_tensor(value) for name, value in values.items()}
+    if len(named) < len(values):
+        raise DataError(
+            f"two of its names are one as texts ({', '.join(map(repr, values))}); give the names "
+            "of the model's arguments"
+        )
+    return named
+
+
 def _own_tensor(value: Any) -> Tensor:
     """A tensor that shares nothing: a Dataset may fill one buffer again and again.
 
     One that needs a gradient could not be sent from a worker.
     """
-    sources.require_unmasked(value)
+    require_unmasked(value)
     if isinstance(value, np.ndarray):
         # A copy of an array that may be read-only, turned round, or of the other byte order.
         value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
@@ -930,7 +964,7 @@ def _form(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Why an item failed, in one line and without its path: rows go by their id."""
     text = first_line(error)
     if isinstance(error, PIL.UnidentifiedImageError):
@@ -1090,10 +1124,14 @@ def _fill(
         The writer, which has the lock; where no row is good and ``fields`` are not given, the id of
         the first and why it failed.
     """
+    first_pass = attrs.get(_BY_FIRST, "" if fields is not None else None)
     if overwrite:  # from the start: what is there may be of code that has changed unseen
         store.require_idle(path)
         writer = None
     else:
+        if store.partial_path(path).exists():
+            begun = store.Embeddings(store.partial_path(path))
+            first_pass = begun.attrs.get(_BY_FIRST, "")
         expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
         writer = store.resume(path, expected=expected)
     n_rows = len(plan.source)
@@ -1142,6 +1180,11 @@ def _fill(
                 progress.advance(piece.size)
             is_whole = len(done) == len(batch.pieces)
             results = _joined(batch, done) if done and is_whole else None
+            if results is not None:
+                if first_pass is None:
+                    first_pass = results.first_pass
+                    attrs = {**attrs, _BY_FIRST: first_pass} if first_pass else attrs
+                _require_same_first_pass(path, first_pass, results.first_pass)
             if not is_whole:
                 pass
             elif writer is None and results is None:
@@ -1170,6 +1213,24 @@ def _fill(
             return f"{plan.source.ids[row]}: {reason}"
         failing.pop_all()
         return _Filled(writer, progress.rate)
+
+
+_BY_FIRST = "made_by_first_pass"
+
+
+def _require_same_first_pass(path: Path, there: str, here: str) -> None:
+    """Refuse to put rows beside those of a network that was another one.
+
+    Raises:
+        StoreError: The first pass of this run has made something else of the network, or of its
+            pooling, than that of the run which began the file.
+    """
+    if there != here:
+        raise StoreError(
+            f"{path} was begun by a model that made itself something else in its first pass (a "
+            "layer, a centre), so its further rows would be those of another model; start anew "
+            "with overwrite=true, or run the model once on one fixed example before"
+        )
 
 
 # --------------------------------------------------------------------------- shards
@@ -1218,7 +1279,7 @@ def _run_shards(
                 filled = _fill(
                     one,
                     part,
-                    {**attrs, "id": own_id},
+                    {**_first_pass_of(done), **attrs, "id": own_id},
                     forward=forward,
                     stop=stop,
                     fields=next((other.fields for other in done.values()), None),
@@ -1259,9 +1320,16 @@ def _run_shards(
                 )
             for number in list(late):
                 run(number, most=sizes[number])
+    attrs = {**_first_pass_of(done), **attrs}
     writer = _join([done[number] for number in sorted(done)], path, attrs, config=config)
     seconds = time.monotonic() - started
     _report(plan, writer, path, seconds=seconds, rate=n_new / max(seconds, 1e-9))
+
+
+def _first_pass_of(done: Mapping[int, Embeddings]) -> dict[str, Any]:
+    """The root attribute of parts, where they have it."""
+    first = next(iter(done.values()), None)
+    return {} if first is None else {k: v for k, v in first.attrs.items() if k == _BY_FIRST}
 
 
 def _join(
@@ -1324,6 +1392,13 @@ def _started(loader: "torch.utils.data.DataLoader[T]") -> Iterable[T]:
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.filterwarnings("ignore", message="Got pickle error")  # torch's longer words
             return iter(loader)
+    except AssertionError as error:
+        if "daemonic" not in str(error):
+            raise
+        raise DataError(
+            "this process is daemonic, one of a pool, and may start no others to read the data; "
+            "use num_workers=0"
+        ) from None
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         if not loader.num_workers:
             raise
@@ -1367,22 +1442,33 @@ def _report(plan: _Plan, writer: store.Writer, path: Path, *, seconds: float, ra
         rate,
         _unit(plan),
     )
-    if writer.n_failed:
-        reasons = store.read_reasons(path)
-        for reason in reasons[:3]:
-            log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
-        log.warning("all %s failed rows: %s", f"{writer.n_failed:,}", store.errors_path(path))
+    _say_failed(path, writer.n_failed)
     if plan.model.tokenizer is not None:
         _say_cut(path, most=plan.model.tokenizer.max_length)
 
 
+def _say_failed(path: Path, n_failed: int) -> None:
+    if n_failed:
+        for reason in store.read_reasons(path)[:3]:
+            log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
+        log.warning(
+            "all %s failed rows: %s; overwrite=true tries them again",
+            f"{n_failed:,}",
+            store.errors_path(path),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Results:
-    """What one forward pass gave: arrays by field name, and rows that are not finite."""
+    """What one forward pass gave: arrays by field name, and rows that are not finite.
+
+    And what the first pass of the process made of the network: see :class:`_Memory`.
+    """
 
     arrays: dict[str, Array]
     attrs: dict[str, dict[str, Any]]
     not_finite: dict[int, str]
+    first_pass: str
 
 
 def _joined(batch: _Batch, done: Sequence[tuple[_Piece, _Results]]) -> _Results:
@@ -1406,7 +1492,7 @@ def _joined(batch: _Batch, done: Sequence[tuple[_Piece, _Results]]) -> _Results:
                     "such as pooling=mean_token"
                 )
             arrays[name][piece.rows] = array
-    return _Results(arrays, first.attrs, bad)
+    return _Results(arrays, first.attrs, bad, first.first_pass)
 
 
 @contextlib.contextmanager
@@ -1441,23 +1527,12 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 plan.model.name,
                 listed(names),
             )
+        memory = _Memory(plan, is_known=is_known)
         got = stack.enter_context(
             hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
         )
 
         is_checked = False
-        # What is kept in the first pass may be a cache; what then changes may enter the rows.
-        kept: list[str] = []
-
-        def look_what_is_kept() -> None:
-            if len(kept) < 2 and not (is_known and not plan.has_own_pooling):
-                kept.append(_kept_sha256(plan, is_known=is_known))
-                if len(kept) == 2 and kept[0] != kept[1]:
-                    log.warning(
-                        "%s or its pooling keeps something from pass to pass; if that enters the "
-                        "rows, a run that was interrupted and goes on gives others",
-                        plan.model.name,
-                    )
 
         def forward(batch: _Batch, piece: _Piece) -> _Results:
             nonlocal is_checked
@@ -1466,19 +1541,21 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 torch.no_grad(),  # inference tensors in a model's own cache could not be trained on
                 torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
             ):
+                memory.before_pass()
                 inputs = _placed(piece.inputs, plan.device)
+                _seed(first, plan.device)
                 if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
                     inputs = prepared.normalize(inputs)
                 if is_known:
                     inputs = _channels_last(inputs)
                 given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
-                mask = token_mask(given, spellings=rows.spellings)
+                mask = token_mask(given, spellings=rows.spellings) if rows.mask_takers else None
                 rows.mask = None if mask is None else mask.to(plan.device)
                 rows.picture = picture_size(
                     [inputs] if isinstance(inputs, Tensor) else inputs.values()
                 )
-                _seed(first, plan.device)
                 output = hooks.run_model(module, inputs, title=plan.model.name)
+                memory.after_pass()
                 try:
                     arrays, attrs = rows.arrays(got, n=piece.size)
                 except LayerError as error:
@@ -1494,19 +1571,83 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     is_checked = True
                     if piece.size in _other_sizes(inputs) | rows.other_sizes:
                         _require_samples_first(plan, got, rows, inputs, n=piece.size)
-                look_what_is_kept()
+            memory.say_of_zeros(batch)
             places = range(piece.size) if piece.rows is None else piece.rows.tolist()
             odd = {places[i]: why for i, why in not_finite(arrays).items()}
             bad = {i: why for i, why in odd.items() if i not in batch.reasons}
-            return _Results(arrays, attrs, bad)
+            return _Results(arrays, attrs, bad, memory.first_pass)
 
         yield forward
 
 
-def _kept_sha256(plan: _Plan, *, is_known: bool) -> str:
-    """SHA-256 of what the code of the user's own holds, its weights aside."""
-    held = [value_sha256(one.function) for one in plan.poolings if one.code]
-    return "".join(held if is_known else [code_sha256(plan.model.module), *held])
+class _Memory:
+    """What code of the user's own keeps of a pass for later ones, seen on the first two.
+
+    A layer that is made when the size of the input is known, a centre of the first batch, a
+    generator: rows then hang on which batch came first.
+
+    Attributes:
+        first_pass: SHA-256 of what was another after the first pass; "" where nothing was. A run
+            that goes on, whose first batch is another, has to find the same.
+    """
+
+    def __init__(self, plan: _Plan, *, is_known: bool) -> None:
+        self.first_pass = ""
+        self._plan = plan
+        self._is_known = is_known
+        self._n_passes = 2 if is_known and not plan.has_own_pooling else 0  # that need no look
+        self._before: tuple[str, dict[str, str]] = "", {}
+        self._said_of_zeros = plan.is_by_sample
+
+    def before_pass(self) -> None:
+        if not self._n_passes:
+            self._before = self._kept(), self._marks()
+
+    def after_pass(self) -> None:
+        self._n_passes += 1
+        if self._n_passes > 2:
+            return
+        kept, (before, marks) = self._kept(), self._before
+        if self._n_passes == 1:
+            now = self._marks()
+            others = sorted((name, mark) for name, mark in now.items() if marks.get(name) != mark)
+            self._before = kept, now
+            if kept != before or others:
+                self.first_pass = value_sha256([kept, others])
+        elif kept != before:
+            log.warning(
+                "%s or its pooling keeps something from pass to pass; if that enters the rows, a "
+                "run that was interrupted and goes on gives others",
+                self._plan.model.name,
+            )
+        elif self.first_pass:
+            log.warning(
+                "%s or its pooling has made something in its first pass that later ones may use "
+                "(a layer, a centre, a cache): if the run is interrupted, it goes on only where "
+                "its first pass makes the same",
+                self._plan.model.name,
+            )
+
+    def _kept(self) -> str:
+        """SHA-256 of what the code of the user's own holds, its weights aside."""
+        held = [value_sha256(one.function) for one in self._plan.poolings if one.code]
+        code = "" if self._is_known else code_sha256(self._plan.model.module)
+        return "".join([code, *held])
+
+    def _marks(self) -> dict[str, str]:
+        return {} if self._is_known else state_marks(self._plan.model.module)
+
+    def say_of_zeros(self, batch: _Batch) -> None:
+        """Say once that something stands in a batch in place of what could not be read."""
+        if batch.reasons and not self._said_of_zeros:
+            self._said_of_zeros = True
+            log.warning(
+                "in place of what cannot be read, such as row %s, %s enter beside the others of "
+                "its batch; where %s sees the samples of a batch together, their rows hang on it",
+                batch.start + min(batch.reasons),
+                "copies of other items" if self._plan.source.collate is not None else "zeros",
+                self._plan.model.name,
+            )
 
 
 def _placed(inputs: Inputs, device: torch.device) -> Inputs:
@@ -1623,6 +1764,7 @@ def _logits(output: Any, model: str, size: int) -> Array:
             f"save_outputs keeps outputs of shape (n, classes), and {model} gives {what}; capture "
             "a layer instead, such as layers=[NAME:output.0]"
         )
+    require_float32(output, what=f"save_outputs keeps floats of 32 bits, and {model}")
     # A copy: it may be what entered, or a buffer that the next pass fills.
     logits: Array = output.to("cpu", torch.float32, copy=True).numpy()
     return logits

@@ -6,11 +6,13 @@ import dis
 import functools
 import hashlib
 import os
+import random
 import re
 import sys
 import threading
 import types
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,16 @@ def file_sha256(path: Path) -> str:
 def state_sha256(module: nn.Module) -> str:
     """SHA-256 of a network's parameters and buffers, saved or not: names, types, shapes, bytes.
 
+    Of one that goes by several names, the others say which it is.
+
     Raises:
         ModelError: A tensor holds no values yet, or is not stored densely.
     """
     digest = hashlib.sha256()
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor, first in _named_tensors(module):
+        if first != name:
+            digest.update(f"{name}\0is {first}\0".encode())
+            continue
         if isinstance(tensor, nn.parameter.UninitializedParameter) or tensor.is_meta:
             raise ModelError(
                 f"{type(module).__name__} has no values for {name} yet; run it once on an example, "
@@ -46,6 +53,37 @@ def state_sha256(module: nn.Module) -> str:
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         digest.update(_buffer(tensor))
     return digest.hexdigest()
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """Each parameter and buffer by each of its names, with the first of them."""
+    firsts: dict[int, str] = {}
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        yield name, tensor, firsts.setdefault(id(tensor), name)
+
+
+def state_marks(module: nn.Module) -> dict[str, str]:
+    """What shows that a parameter or buffer has changed, by its name: quicker than a hash.
+
+    It is the same in every process; of tensors without values it is their kind alone.
+    """
+    return {
+        name: f"is {first}" if first != name else _mark(tensor)
+        for name, tensor, first in _named_tensors(module)
+    }
+
+
+def _mark(tensor: Tensor) -> str:
+    form = f"{type(tensor).__name__} {tensor.dtype}"
+    if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+        return form
+    dense = tensor.detach()
+    dense = dense.dequantize() if dense.is_quantized else dense
+    dense = dense if dense.layout == torch.strided else dense.to_dense()
+    return f"{form} {tuple(tensor.shape)} {zlib.crc32(_buffer(dense))}"
 
 
 def _buffer(tensor: Tensor) -> memoryview:
@@ -181,15 +219,18 @@ class _Reader:
             for hook in module._forward_pre_hooks.values()
             if type(hook).__module__.startswith("torch.nn.utils.")
         }
+        kind = type(module)
+        if kind.train is not nn.Module.train or kind.eval is not nn.Module.eval:
+            yield str([child.training for child in module.modules()])  # they may leave it so
         for key, value in sorted(vars(module).items()):
             if key not in _PASSED_OVER | computed and not key.startswith("_torchdynamo"):
                 yield key
                 yield self.digest(value)
         for key, tensor in {**module._parameters, **module._buffers}.items():
-            if tensor is not None and (type(tensor) not in _TENSORS or vars(tensor)):
+            if tensor is not None and (type(tensor) not in _TENSORS or _attributes(tensor)):
                 yield key  # such as the scale of a quantized weight
                 yield self.digest(type(tensor))
-                yield self.digest(vars(tensor))
+                yield self.digest(_attributes(tensor))
 
     def variables(self) -> list[str | bytes]:
         """What is left when all was read: the global variables that the code so far refers to, and
@@ -242,7 +283,7 @@ class _Reader:
             yield from sorted(map(self.digest, value))
         elif kind is dict:
             # By device: what a pass has kept for the next one.
-            for key in [key for key in value if not isinstance(key, torch.device)]:
+            for key in [key for key in value if not _is_of_device(key, value[key])]:
                 yield self.digest(key)
                 yield self.digest(value[key])
         elif isinstance(value, types.ModuleType):
@@ -272,8 +313,17 @@ class _Reader:
             yield from self._function(value)
         elif isinstance(value, torch.jit.ScriptFunction):
             yield str(value.code)
+        elif isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
+            yield str(value)  # with its library
+        elif any(value is one for one in _shared_generators()):
+            yield "shared"
+        elif isinstance(value, torch.Generator):
+            yield _buffer(value.get_state())
         elif kind.__module__.startswith("torch._"):  # what compiles and traces, and operators
             yield str(getattr(value, "__name__", ""))
+            # Of torch.library.custom_op: what it was written as, and for other devices.
+            yield self.digest(getattr(value, "_init_fn", None))
+            yield self.digest(getattr(value, "_backend_fns", None))
         elif kind.__module__.startswith("triton."):  # a kernel with the caches of its launches
             yield self.digest(getattr(value, "fn", None))
         # The module of a graph has it as a text too. Devices never decide what rows are.
@@ -286,9 +336,9 @@ class _Reader:
             return
         dense = tensor.dequantize() if tensor.is_quantized else tensor
         yield _buffer(dense if dense.layout == torch.strided else dense.to_dense())
-        if type(tensor) not in _TENSORS or vars(tensor):
+        if type(tensor) not in _TENSORS or _attributes(tensor):
             yield self.digest(type(tensor))
-            yield self.digest(vars(tensor))
+            yield self.digest(_attributes(tensor))
 
     def _object(self, value: Any) -> Iterator[str | bytes]:
         """What pickle would keep of it: what it is made of without caches, locks and addresses."""
@@ -296,7 +346,7 @@ class _Reader:
         try:
             kept = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:  # each type that cannot be pickled raises its own
-            kept = ()
+            kept = (getattr(value, "__dict__", None),)
         yield self.digest(type(value))
         if isinstance(kept, str):  # found by its name, such as a function that caches another
             yield f"{getattr(value, '__module__', None)}.{kept}"
@@ -325,7 +375,7 @@ class _Reader:
     def _function(self, function: types.FunctionType) -> Iterator[str | bytes]:
         yield _name(function)
         yield function.__name__
-        if str(function.__globals__.get("__name__")).startswith("torch._"):
+        if str(function.__globals__.get("__name__")).startswith("torch._dynamo"):
             # Around what was compiled are guards and caches; functools.wraps keeps what it was.
             yield self.digest(vars(function).get("__wrapped__"))
             return
@@ -355,8 +405,8 @@ class _Reader:
         value = names[name]
         self._read[id(names), name] = names.get("__name__"), value
         if isinstance(value, types.ModuleType) and not _is_package(value.__name__):
-            # By getattr any of them may be read.
-            every = list(vars(value)) if "getattr" in attributes else ()
+            # By these any of them may be read.
+            every = list(vars(value)) if {"getattr", "vars"} & set(attributes) else ()
             for attribute in (*attributes, *every):
                 if not attribute.startswith("__"):
                     self._keep(vars(value), attribute, attributes)
@@ -381,6 +431,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+def _attributes(tensor: Tensor) -> dict[str, Any]:
+    """What is kept on a tensor, less what compiling notes there in a first pass."""
+    return {key: value for key, value in vars(tensor).items() if not key.startswith("_dynamo")}
+
+
+def _is_of_device(key: Any, value: Any) -> bool:
+    is_name = isinstance(key, str) and key.partition(":")[0] in ("cpu", "cuda", "mps")
+    return isinstance(key, torch.device) or (is_name and isinstance(value, Tensor))
+
+
 def _content(value: Any) -> list[Any] | None:
     """What is in a value of Python's own that cannot be pickled; None for any other."""
     if isinstance(value, weakref.ReferenceType):
@@ -396,6 +456,13 @@ def _content(value: Any) -> list[Any] | None:
     if isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):
         return list(value)
     return None
+
+
+def _shared_generators() -> list[Any]:
+    """The sources of random numbers that all code shares, whose state is nobody's own."""
+    of_gpus = torch.cuda.default_generators
+    shared = getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)
+    return [torch.default_generator, *of_gpus, *shared]
 
 
 def _without_tensors(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Batch normalization folded into the convolution before it, while a network only runs forward."""
 
 import contextlib
+import re
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,52 @@ def is_known(module: nn.Module) -> bool:
         )
         and not any(_is_patched(kind) for kind in {type(child) for child in module.modules()})
     )
+
+
+def is_by_sample(module: nn.Module) -> bool:
+    """Whether a network gives each sample what it would give it alone, as far as can be told.
+
+    Its code is known, and it is made of layers that look at one sample at a time and draw nothing.
+    Of torch's own these are listed: some see the whole batch by their options, as a normalization
+    without running statistics does, or by the shape of what enters, as recurrent and attention
+    layers do.
+    """
+    modules = dict(module.named_modules())
+    return is_known(module) and all(
+        _is_layer_by_sample(child, within=modules.get(name.rpartition(".")[0], module))
+        for name, child in modules.items()
+    )
+
+
+def _is_layer_by_sample(module: nn.Module, *, within: nn.Module) -> bool:
+    where, name = type(module).__module__, type(module).__name__
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+        return False
+    if isinstance(module, nn.MultiheadAttention):
+        # Of (n, d) it takes n for the tokens; the networks of these libraries give it (n, t, d).
+        return module.batch_first and not type(within).__module__.startswith("torch.nn.")
+    if not f"{where}.".startswith("torch.nn."):
+        return not where.startswith("torchvision.models.detection.")  # pads to the largest
+    axis = getattr(module, _AXES.get(name, ""), 1)
+    is_listed = _BY_SAMPLE.fullmatch(name) is not None
+    return is_listed and isinstance(axis, int) and (axis > 0 or axis == -1)
+
+
+# Which argument says along which axis: 0 is that of the samples, and -2 may be.
+_AXES = {
+    **dict.fromkeys(["Softmax", "Softmin", "LogSoftmax", "GLU", "Unflatten"], "dim"),
+    "Flatten": "start_dim",
+}
+_BY_SAMPLE = re.compile(
+    "Identity|Sequential|(Module|Parameter)(List|Dict)|Fold|Unfold"
+    "|Linear|NonDynamicallyQuantizableLinear|Bilinear|Embedding|(Conv|ConvTranspose)[123]d"
+    "|(BatchNorm|InstanceNorm)[123]d|SyncBatchNorm|LayerNorm|GroupNorm|RMSNorm|LocalResponseNorm"
+    "|(Max|Avg|LP|AdaptiveAvg|AdaptiveMax)Pool[123]d|(Alpha|FeatureAlpha)?Dropout([123]d)?"
+    "|ReLU6?|(Leaky|P|R)ReLU|[ECSG]ELU|SiLU|Mish|(Log)?Sigmoid|Tanh|Soft(plus|sign|shrink)"
+    "|Hard(shrink|sigmoid|swish|tanh)|Tanhshrink|Threshold|(Log)?Softmax|Softmin|GLU"
+    "|Flatten|Unflatten|Pixel(Uns|S)huffle|ChannelShuffle|Upsample|Upsampling(Nearest|Bilinear)2d"
+    "|(Constant|Zero|Reflection|Replication|Circular)Pad[123]d"
+)
 
 
 def _has_own_methods(module: nn.Module) -> bool:

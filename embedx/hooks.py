@@ -7,6 +7,7 @@ This is the only module that registers hooks. A point is written ``NAME[@CALL][:
 import contextlib
 import dataclasses
 import fnmatch
+import inspect
 import itertools
 import logging
 import random
@@ -27,7 +28,7 @@ from embedx.errors import EmbedxError, LayerError, ModelError, first_line, liste
 
 log = logging.getLogger("embedx")
 
-HOOKS_REVISION = 2  # raised when what a point captures changes; part of every file's id
+HOOKS_REVISION = 3  # raised when what a point captures changes; part of every file's id
 
 _POINT = re.compile(r"(?P<layer>[^@:]+)(@(?P<call>\d+))?(:(?P<what>[a-z_]+)(\.(?P<path>.+))?)?")
 _WHATS = ("output", "input")
@@ -148,6 +149,7 @@ def resolve_points(
                 raise _no_such_layer(module, found.layer, names, title)
         else:
             point = parse_point(text)
+            _require_one_reading(text.strip(), point, names)
             if point.layer in names:
                 matches = [point]
             else:
@@ -159,7 +161,24 @@ def resolve_points(
             if not matches:
                 raise _no_such_layer(module, point.layer, names, title)
         points.update(dict.fromkeys(matches))
+    name, count = Counter(point.name for point in points).most_common(1)[0]
+    if count > 1:
+        raise LayerError(f"{name} is the name of a layer and a call of another; rename the layer")
     return list(points)
+
+
+def _require_one_reading(text: str, point: Point, names: Sequence[str]) -> None:
+    """Refuse a point in which a layer's own name holds an ``@`` or ``:``, as those in a dict may.
+
+    Raises:
+        LayerError: There is a layer of the longer name.
+    """
+    for name in names:
+        if len(name) > len(point.layer) and f"{text}:".startswith((f"{name}:", f"{name}@")):
+            raise LayerError(
+                f"layer {text!r} may be the layer {name!r} or a part of {point.layer!r}; rename "
+                f"the one, or reach it by a glob: {re.sub('[@:]', '?', name)}"
+            )
 
 
 def _require_hookable(module: nn.Module) -> None:
@@ -427,7 +446,7 @@ class Capture(Mapping[str, Tensor]):
                 )
             self._own().calls[layer] += 1
             for point in inputs:
-                self._keep(point, _select_input(point, args, kwargs))
+                self._keep(point, _select_input(point, called, args, kwargs))
             self._end_if_all_fired()
 
         def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> None:
@@ -548,18 +567,28 @@ def _is_last(handle: Any) -> bool:
     return False
 
 
-def _select_input(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _select_input(
+    point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     key = point.path[0] if point.path else None
     if key is None:
-        if args or kwargs:
-            return args[0] if args else next(iter(kwargs.values()))
+        if args:
+            return args[0]
+        # The first as the layer has them, not as they were written at the call.
+        named = inspect.signature(module.forward).parameters if len(kwargs) > 1 else kwargs
+        first = next((name for name in named if name in kwargs), None)
+        if first is not None:
+            return kwargs[first]
     elif key in kwargs:
         return kwargs[key]
     elif key.isdigit() and int(key) < len(args):
         return args[int(key)]
     choices = [*map(str, range(len(args))), *kwargs]
+    what = f"has no input {key or 'at all'}"
+    if kwargs and key is None:
+        what = "is called by keywords, and which is the first is not known"
     raise LayerError(
-        f"{point.layer} has no input {key or 'at all'}; choose from: "
+        f"{point.layer} {what}; choose from: "
         + (", ".join(f"{point.layer}:input.{choice}" for choice in choices) or "none")
     )
 
@@ -607,7 +636,8 @@ def capture(
     Args:
         module: The model; it is left exactly as it was.
         points: One capture point or several, as in :func:`resolve_points`.
-        reduce: Applied to each tensor inside the hook, such as a pooling; None keeps it whole.
+        reduce: Applied to a copy of each tensor inside the hook, such as a pooling; None keeps it
+            whole.
 
     Returns:
         A mapping from a point's name to its tensor in the latest pass, detached and copied.
@@ -615,7 +645,14 @@ def capture(
     Raises:
         LayerError: A layer is not there (at once), or did not fire once (when it is read).
     """
-    return Capture(module, resolve_points(module, points), reduce=reduce).set()
+
+    def apart(point: Point, activation: Tensor) -> Tensor:
+        # It may work in place, or fill one buffer again and again.
+        assert reduce is not None
+        return reduce(point, activation.clone()).clone()
+
+    points_here = resolve_points(module, points)
+    return Capture(module, points_here, reduce=apart if reduce is not None else None).set()
 
 
 def run_model(module: nn.Module, inputs: Tensor | Mapping[str, Tensor], *, title: str) -> Any:

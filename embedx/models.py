@@ -17,7 +17,7 @@ from embedx import downloads, hf_models, hooks, timm_models
 from embedx.checkpoints import Checkpoint, load_checkpoint, load_weights, without_prefix
 from embedx.checks import signature_of
 from embedx.errors import ConfigError, DependencyError, ModelError, missing_extra, nearest
-from embedx.fingerprints import code_sha256, state_sha256
+from embedx.fingerprints import code_sha256, state_marks, state_sha256, value_sha256
 from embedx.preprocess import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -58,6 +58,7 @@ class Model:
         notes: What the user should be told aloud.
         tokenizer: What its texts go through; None where it takes none.
         normalizes: Whether what ``layer`` gives is scaled to length 1 where nothing else is asked.
+        made: What the network was when this was made; left out, it is taken from ``module``.
     """
 
     module: nn.Module
@@ -73,6 +74,32 @@ class Model:
     notes: tuple[str, ...] = ()
     tokenizer: hf_models.Tokenizer | None = None
     normalizes: bool = False
+    made: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.made:
+            object.__setattr__(self, "made", _made(self.module))
+
+    def as_it_is(self) -> "Model":
+        """This, or where its network has changed since it was made, what it is now."""
+        if (now := _made(self.module)) == self.made:
+            return self
+        note = (
+            f"the network of {self.name} has changed since its Model was made (weights, a layer, a "
+            f"hook or an attribute), and counts as it is now, not as {self.weights}"
+        )
+        return dataclasses.replace(
+            self,
+            weights=f"{self.weights}, changed since",
+            weights_sha256=state_sha256(self.module),
+            code=value_sha256([self.code, code_sha256(self.module)]),
+            notes=(*self.notes, note),
+            made=now,
+        )
+
+
+def _made(module: nn.Module) -> str:
+    return value_sha256([code_sha256(module), sorted(state_marks(module).items())])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +206,10 @@ def _finish(
                     notes += (f"{source}: a head of {n_classes} classes, as the checkpoint has",)
         load_weights(module, tensors, source=source, hint=hint)
         weights.checkpoint.require_unchanged()
+        if arguments is not None:
+            saved = module.state_dict().keys()
+            others = {key: value for key, value in module.named_buffers() if key not in saved}
+            arguments = {**arguments, "buffers that are in no file": others}
     return Model(
         module=module.eval(),
         weights=weights.words,

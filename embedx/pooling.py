@@ -14,7 +14,7 @@ from torch import Tensor
 from embedx.errors import ConfigError, ShapeError
 from embedx.fingerprints import value_sha256
 
-POOLING_REVISION = 3  # raised when a result changes; part of every file's id
+POOLING_REVISION = 4  # raised when a result changes; part of every file's id
 
 Function = Callable[..., Tensor]
 
@@ -240,6 +240,8 @@ class Pooling:
 
     @property
     def takes_mask(self) -> bool:
+        if "mask" in getattr(self.function, "keywords", ()):  # a partial has one of its own
+            return False
         called = getattr(self.function, "func", self.function)
         if isinstance(called, torch.nn.Module):  # whose call takes anything, and its forward not
             called = called.forward
@@ -299,7 +301,11 @@ def _named(pooling: Any) -> Pooling:
     if isinstance(pooling, functools.partial):
         function, positional, arguments = pooling.func, pooling.args, pooling.keywords
     name = getattr(function, "__qualname__", type(function).__name__)
-    is_ours = POOLINGS.get(name) is function and not positional
+    is_ours = (
+        POOLINGS.get(name) is function
+        and not positional
+        and all(type(value) in (int, float, bool, str) for value in arguments.values())
+    )
     code = "" if is_ours else value_sha256(pooling)
     shown = ", ".join(
         [
@@ -356,6 +362,11 @@ def choose(
     shape = tuple(activation.shape)
     if len(shape) == 2:
         return "none"
+    if len(shape) == 3 and is_masked and tokens is None and shape[1] == shape[2]:
+        raise ShapeError(
+            f"pooling=auto cannot tell which axis of {shape} is that of the tokens; choose "
+            "pooling=mean_token (of tokens first), or for channels first a function of your own"
+        )
     if len(shape) == 3 and (tokens is not None or is_masked):
         return tokens or "mean_token"
     may_be_last = _may_be_channels_last(activation, picture=picture)

@@ -10,7 +10,7 @@ from torch import Tensor
 from embedx.errors import ConfigError, DataError
 from embedx.fingerprints import value_sha256
 
-PREPROCESS_REVISION = 4  # raised when pixels change; part of every file's id
+PREPROCESS_REVISION = 5  # raised when pixels change; part of every file's id
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 RESIZED_PIXELS_MOST = 64_000_000
@@ -71,8 +71,9 @@ class Preprocess:
 
     def normalize(self, pixels: Tensor) -> Tensor:
         """Scale a batch of pixels ``(n, 3, h, w)`` uint8 to float32, on its device."""
-        mean = torch.tensor(self.mean, device=pixels.device).view(1, 3, 1, 1)
-        std = torch.tensor(self.std, device=pixels.device).view(1, 3, 1, 1)
+        form: dict[str, Any] = {"dtype": torch.float32, "device": pixels.device}
+        mean = torch.tensor(self.mean, **form).view(1, 3, 1, 1)
+        std = torch.tensor(self.std, **form).view(1, 3, 1, 1)
         return pixels.float().div_(255).sub_(mean).div_(std)
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from embedx import hooks, store
-from embedx.checks import checked, require_exact
+from embedx.checks import checked, require_exact, require_unmasked
 from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
 from embedx.parts import append_parts
 from embedx.pooling import Function, per_point
@@ -81,6 +81,7 @@ class Recorder:
         self._square: dict[str, tuple[int, ...]] = {}  # points whose first two axes were as long
         self._told_apart: set[str] = set()  # points for which they were not, in some batch
         self._n_refused = 0
+        self._is_mode_said = False
         self._n_paused = 0
         self._end = ""  # why no more is recorded
         self._failed = False
@@ -91,6 +92,7 @@ class Recorder:
             model, points, reduce=self._reduce, before_pass=self._begin_pass
         ).set()
         self._got.reset()
+        self._say_mode()
         _OPEN.add(self)
 
     def __enter__(self) -> "Recorder":
@@ -149,12 +151,23 @@ class Recorder:
             raise
 
     def _reduce(self, point: hooks.Point, activation: Tensor) -> Tensor:
+        self._say_mode()
         shape = tuple(activation.shape)
         if len(shape) == 3 and shape[0] == shape[1]:
             self._square[point.name] = shape
         else:
             self._told_apart.add(point.name)
         return self._rows.reduce(point, activation)
+
+    def _say_mode(self) -> None:
+        """Say once that the model is in train mode, into which it may be put at any time."""
+        if self._model.training and not self._is_mode_said:
+            self._is_mode_said = True
+            log.warning(
+                "%s is in train mode: what is recorded has its dropout and the statistics of its "
+                "batches",
+                type(self._model).__name__.lower(),
+            )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -316,7 +329,10 @@ class Recorder:
         if ids is None:
             names = [str(self.n_rows + i) for i in range(n)]
         else:
-            names = [str(name) for name in _plain("ids", _in_order(ids))]
+            given = _plain("ids", _in_order(ids))
+            if any(isinstance(name, bytes) for name in given):
+                raise DataError("ids holds bytes; give texts: [name.decode() for name in ids]")
+            names = [str(name) for name in given]
             if len(names) != n:
                 raise DataError(
                     f"batch() got {len(names)} ids for {n} samples; give one each, or choose a "
@@ -518,12 +534,7 @@ def record(
     path = Path(out).absolute() / store.EMBEDDINGS_NAME  # the loop may go to another folder
     store.require_idle(path)
     _require_free(path, overwrite=overwrite)
-    if model.training:
-        log.warning(
-            "%s is in train mode: what is recorded has its dropout and the statistics of its "
-            "batches",
-            type(model).__name__.lower(),
-        )
+    store.require_own_beside(path, has_config=False)
     return Recorder(
         model,
         resolved,
@@ -567,6 +578,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             f"{out} holds a recording of 0 rows: it was stopped before its first commit; record "
             f"again, or remove {store.parts_folder(path)}"
         )
+    store.require_own_beside(path, has_config=False)
     file_id = _joined_id(parts)
     replaced = _file_id(path) if path.exists() else None
     _require_replaceable(path, parts[0], file_id=file_id, replaced=replaced)
@@ -723,6 +735,7 @@ def _plain(name: str, values: list[Any]) -> list[Any]:
 
 
 def _in_order(ids: Any) -> list[Any]:
+    require_unmasked(ids)
     if isinstance(ids, (Mapping, Set, str, bytes)):
         raise DataError(
             f"ids is a {type(ids).__name__}, which has no entry a sample in order; give a list, "
@@ -757,6 +770,7 @@ def _column_path(name: str, *, with_epoch: bool) -> str:
 
 def _array(name: str, values: Any, n: int) -> Array:
     """One number a sample."""
+    require_unmasked(values)
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = values.float() if _is_half(values) else values
@@ -768,6 +782,8 @@ def _array(name: str, values: Any, n: int) -> Array:
         raise DataError(
             f"{name} cannot be read as numbers ({first_line(error)}); give one number a sample"
         ) from None
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        raise DataError(f"{name} is of type {array.dtype}; give numbers of at most 64 bits")
     if array.shape != (n,):
         raise DataError(f"{name} has shape {array.shape} for {n} samples; give one number a sample")
     if isinstance(values, list) and array.dtype.kind == "f":
@@ -779,7 +795,7 @@ def _array(name: str, values: Any, n: int) -> Array:
 
 def _labels(values: Any, n: int, *, n_names: int) -> Array:
     array = _array("labels", values, n)
-    is_whole = array.dtype.kind in "iu"
+    is_whole = array.dtype.kind in "iu" or not n  # an empty list has no kind
     if not is_whole or (n and not (array.min() >= -1 and array.max() < 2**31)):
         raise DataError(
             "labels must be whole numbers, -1 for none; give those, and label_names= their names"

@@ -142,8 +142,6 @@ class Rows:
         attrs: dict[str, dict[str, Any]] = {}
         for point in self._points:
             rows = got[point.name]
-            if rows.is_complex():
-                raise ShapeError(f"layer {point.name} gives complex numbers")
             if rows.ndim != 2 or len(rows) != n:
                 raise ShapeError(
                     f"layer {point.name} gives {tuple(rows.shape)} for {n} samples after pooling; "
@@ -151,14 +149,12 @@ class Rows:
                 )
             if not rows.shape[1]:
                 raise ShapeError(f"layer {point.name} gives rows of no numbers; choose another")
-            if not rows.is_floating_point() and (rows.float().to(rows.dtype) != rows).any():
-                raise ShapeError(
-                    f"layer {point.name} gives whole numbers above 2**24, which float32 does not "
-                    "hold; choose another layer"
-                )
-            values = rows.float().cpu().numpy()
+            require_float32(rows, what=f"layer {point.name}")
             if self._normalize[point.name]:
-                values = _of_length_one(values)
+                wide = rows.double() if rows.dtype == torch.float64 else rows.float()
+                values = _of_length_one(wide.cpu().numpy())
+            else:
+                values = rows.float().cpu().numpy()
             field = store.embeddings_field(
                 point.name, n_features=rows.shape[1], dtype=self._dtype, attrs={}
             )
@@ -172,6 +168,17 @@ class Rows:
                 "activation_shape": list(self._shapes[point.name]),
             }
         return arrays, attrs
+
+
+def require_float32(tensor: Tensor, *, what: str) -> None:
+    """Raise ShapeError for numbers that are no floats of 32 bits, and none near them."""
+    if tensor.is_complex():
+        raise ShapeError(f"{what} gives complex numbers")
+    if not tensor.is_floating_point() and (tensor.float().to(tensor.dtype) != tensor).any():
+        raise ShapeError(
+            f"{what} gives whole numbers above 2**24, which float32 does not hold; choose another "
+            "layer"
+        )
 
 
 @contextlib.contextmanager
@@ -229,8 +236,9 @@ def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | No
 
     Raises:
         ShapeError: The mask is neither of 0 and 1 nor one that is added to attention, or not the
-            same of these in all passes.
+            same of these in all passes; or there is another one, of other tokens.
     """
+    _require_one_mask(inputs)
     for name in ("attention_mask", "src_key_padding_mask", "key_padding_mask"):
         if isinstance(mask := inputs.get(name), Tensor):
             break
@@ -266,4 +274,27 @@ def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | No
     return mask == 0 if is_padding else mask != 0
 
 
+def _require_one_mask(inputs: Mapping[str, Any]) -> None:
+    """Refuse the masks of an encoder and a decoder that differ: a layer may be of either."""
+    names = ("attention_mask", "src_key_padding_mask", "key_padding_mask", *_OF_OTHER_TOKENS)
+    masks = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
+    others = [name for name in masks if name in _OF_OTHER_TOKENS]
+    if not others:
+        return
+    first = masks[next(iter(masks))]
+    is_one = len(masks) > len(others) and all(
+        mask.shape == first.shape and bool((mask == first).all()) for mask in masks.values()
+    )
+    if not is_one:
+        raise ShapeError(
+            f"which tokens of a layer are padding is not known where there is {' and '.join(masks)}"
+            "; choose a pooling that takes no mask, such as pooling=cls or a function of your own, "
+            "or run the encoder alone"
+        )
+
+
+_OF_OTHER_TOKENS = (
+    *("decoder_attention_mask", "encoder_attention_mask"),
+    *("tgt_key_padding_mask", "memory_key_padding_mask"),
+)
 _LEAVES_NOTHING = -100  # exp of it, beside that of 0

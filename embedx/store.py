@@ -22,6 +22,7 @@ import shutil
 import socket
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -477,11 +478,14 @@ _WAIT_S = 0.1
 class _Lock:
     """An advisory lock that dies with its process and is not inherited by forked workers.
 
-    Such a lock does not hold within one process: that is what ``held`` is for.
+    On Linux it is that of an open file. Elsewhere it is the process's, does not hold within it,
+    which is what ``held`` is for, and ends when the process closes any file of the name, as a copy
+    of the folder does.
     """
 
     held: ClassVar[dict[Path, int]] = {}  # by which process: one forked of it has a copy of this
-    _turn: ClassVar[threading.Lock] = threading.Lock()  # closing any file of it ends the lock
+    _open: ClassVar[set[int]] = set()  # descriptors that hold a lock, in the process that opened it
+    _turn: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, target: Path) -> None:
         self.path = target.with_name(target.name + ".lock")
@@ -513,7 +517,7 @@ class _Lock:
         while True:
             fd = _open_own(self.path, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock_whole(fd, fcntl)
             except OSError as error:
                 owner = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
                 os.close(fd)
@@ -529,6 +533,7 @@ class _Lock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._fd = fd
+        self._open.add(fd)
         self._about = about
         self._key = key
         self._pid = self.held[key] = os.getpid()
@@ -552,8 +557,39 @@ class _Lock:
             if self.is_held:  # else it is that of another who took it meanwhile
                 with contextlib.suppress(OSError):  # a disk gone read-only: it ends all the same
                     self.path.unlink()
+            self._open.discard(self._fd)
             os.close(self._fd)
             self._fd = -1
+
+    @classmethod
+    def let_go(cls) -> None:
+        """In a process that was forked: an open file's lock lasts while any process has it open."""
+        while cls._open:
+            os.close(cls._open.pop())
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_Lock.let_go)
+
+
+def _lock_whole(fd: int, fcntl: Any) -> None:
+    """Lock a file, which another open file of it cannot be, in this process or in another.
+
+    Raises:
+        OSError: It is locked already.
+    """
+    if sys.platform == "linux":
+        whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            fcntl.fcntl(fd, getattr(fcntl, "F_OFD_SETLK", _F_OFD_SETLK), whole)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that has none of these
+                raise
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+_F_OFD_SETLK = 37  # of Linux; Python has the name where it was built with it
 
 
 @contextlib.contextmanager
@@ -932,8 +968,8 @@ class Writer:
     def _refuse(self, gone: Path) -> None:
         raise InUseError(
             f"{gone} was removed or replaced while {self.path} was being written, so that another "
-            "may write it too; this one stopped: run the same command again to go on with what is "
-            "there"
+            "may write it too; this one stopped: the same command goes on with what is there, and "
+            "embedx.join(FOLDER) makes a file of a recording"
         )
 
     def _put(self, name: str, data: Array, row: int, row_bytes: int) -> None:
@@ -1045,23 +1081,36 @@ def foreign_in_export(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.name not in ours or not path.is_file()}
 
 
-def require_ours(path: Path, mark: bytes) -> None:
+def require_ours(path: Path, mark: bytes | re.Pattern[bytes]) -> None:
     """Raise StoreError where there is a file that embedx did not write: it is not replaced.
 
     Args:
         path: The file to be.
-        mark: What stands in the first 4 kB of each such file.
+        mark: What stands in the first 4 kB of each such file, or how these begin.
     """
     if not os.path.lexists(path):
         return
     with contextlib.suppress(OSError):
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as opened:
-                if mark in opened.read(4096):
+                head = opened.read(4096)
+                if mark.match(head) if isinstance(mark, re.Pattern) else mark in head:
                     return
     raise StoreError(
         f"{path} is there and was not written by embedx; move it, or choose another out=FOLDER"
     )
+
+
+def require_own_beside(path: Path, *, has_config: bool) -> None:
+    """Raise StoreError where what is written beside embeddings would replace a user's own.
+
+    Args:
+        path: The file of embeddings.
+        has_config: Whether its settings are written, too.
+    """
+    require_ours(errors_path(path), re.compile(rb'(\{"row": \d+, "id": |$)'))
+    if has_config:
+        require_ours(path.with_name("config.yaml"), re.compile(rb"id: '?[0-9a-f]{64}'?\s"))
 
 
 def is_export_table(path: Path) -> bool:

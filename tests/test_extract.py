@@ -820,7 +820,7 @@ def test_loaders_that_would_give_other_rows_are_refused(tmp_path: Path) -> None:
     loader = loader_of(pictures, collate_fn=noisy, batch_size=3)
     run = embedx.extract(model, loader, layers="0", pooling="flatten", out=tmp_path / "noisy")
     assert np.floor(run.embeddings["0"][:, 0]).tolist() == list(range(9))
-    with pytest.raises(DataError, match="a Iterates that makes its batches in an __iter__"):
+    with pytest.raises(DataError, match="a Iterates that makes its batches in an iterator"):
         embedx.extract(model, Iterates(sentences), out=tmp_path / "o")
 
 

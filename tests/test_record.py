@@ -840,7 +840,7 @@ class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(9, 6)
+        self.embed = nn.Embedding(9, 5)
 
     def forward(self, tokens: Tensor | dict[str, Tensor], attention_mask: Any = None) -> Tensor:
         if isinstance(tokens, dict):

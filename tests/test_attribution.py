@@ -1,0 +1,1155 @@
+"""Rows that would be wrong, or another run's, without a word: refused, said, or made right."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import io
+import itertools
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import embedx
+from embedx import data, fold, hooks, models, pooling, store
+from embedx.data import Source
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    InUseError,
+    LayerError,
+    ShapeError,
+    StoreError,
+)
+from embedx.fingerprints import code_sha256, state_sha256, value_sha256
+
+Array = np.ndarray[Any, Any]
+
+
+def linear(*sizes: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))).eval()
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+AWAY = OSError("away")
+
+
+class Samples(Dataset[Tensor]):
+    """64 samples, of which one cannot be read; it is none of those that are looked at."""
+
+    def __init__(self, bad: int | None = None, *, d: int = 4, error: Any = AWAY) -> None:
+        self.x, self.bad, self.error = noise(64, d), bad, error
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Tensor:
+        if i == self.bad:
+            raise self.error
+        return self.x[i]
+
+
+# --------------------------------------------------------------------------- the first pass
+
+
+class MakesItself(nn.Module):
+    """A network that is ready after its first pass alone."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.made = how, None
+        self.fc, self.out = nn.Linear(4, 3), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        if self.how == "a buffer" and "centre" not in self._buffers:
+            self.register_buffer("centre", y.mean(0))
+        if self.made is None:
+            made: Any = {
+                "a layer": lambda: nn.Linear(3, 3),
+                "an attribute": lambda: y.mean(0),
+                "a cache": lambda: torch.arange(3.0),
+                "a buffer": lambda: 0,
+                "a parameter": lambda: self.fc.bias.data.copy_(y.mean(0)) * 0,
+            }[self.how]()
+            self.made = made
+        if self.how == "a layer":
+            y = self.made(y)  # type: ignore[misc]
+        centre = self.centre if self.how == "a buffer" else self.made
+        return self.out(y if self.how == "a layer" else y - centre)  # type: ignore[no-any-return]
+
+
+class Centre:
+    """A pooling that is ready after its first call."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+    def __call__(self, activation: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = activation.mean(0)
+        return activation - self.mean
+
+
+def stopped(model: nn.Module, out: Path, **given: Any) -> None:
+    with pytest.raises(DataError, match="row 22, 22: OSError: away"):
+        embedx.extract(
+            model, Samples(22), layers="out", batch_size=4, on_error="raise", out=out, **given
+        )
+    assert store.Embeddings(store.partial_path(out / "embeddings.h5")).n_rows == 20
+
+
+@pytest.mark.parametrize("how", ["a layer", "an attribute", "a buffer", "a parameter"])
+def test_a_run_does_not_go_on_with_a_network_that_made_itself_of_another_batch(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped(MakesItself(how), tmp_path)
+    assert "made something in its first pass" in caplog.text
+    with pytest.raises(StoreError, match="made itself something else in its first pass"):
+        embedx.extract(MakesItself(how), Samples(), layers="out", batch_size=4, out=tmp_path)
+    again = embedx.extract(
+        MakesItself(how), Samples(), layers="out", batch_size=4, out=tmp_path, overwrite=True
+    )
+    model = MakesItself(how).eval()
+    torch.manual_seed(0)  # that of the first row
+    with torch.no_grad():
+        wanted = torch.cat([model(rows) for rows in noise(64, 4).split(4)])
+    np.testing.assert_allclose(again.embeddings["out"], wanted, atol=1e-5)
+
+
+def test_a_run_does_not_go_on_with_a_pooling_that_fitted_itself_to_another_batch(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential()
+    model.add_module("out", linear(4, 3))
+    stopped(model, tmp_path, pooling=Centre())
+    with pytest.raises(StoreError, match="made itself something else in its first pass"):
+        embedx.extract(model, Samples(), layers="out", batch_size=4, pooling=Centre(), out=tmp_path)
+
+
+def test_a_run_goes_on_where_the_first_pass_makes_the_same(tmp_path: Path) -> None:
+    stopped(MakesItself("a cache"), tmp_path / "a")
+    for name in "ab":
+        embedx.extract(
+            MakesItself("a cache"), Samples(), layers="out", batch_size=4, out=tmp_path / name
+        )
+    one, other = ((tmp_path / name / "embeddings.h5").read_bytes() for name in "ab")
+    assert one == other
+
+
+def test_a_compiled_network_makes_nothing_of_its_own_in_its_first_pass(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.out = nn.Linear(4, 3), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.relu(self.fc(x)))  # type: ignore[no-any-return]
+
+    model = Plain().eval()
+    model.compile(backend="eager")
+    run = embedx.extract(model, noise(12, 4), layers="out", batch_size=4, out=tmp_path)
+    with torch.no_grad():
+        np.testing.assert_allclose(run.embeddings["out"], model(noise(12, 4)), atol=1e-6)
+    assert "first pass" not in caplog.text
+    assert "made_by_first_pass" not in run.attrs
+
+
+# --------------------------------------------------------------------------- a Model
+
+
+def changed_weights(model: models.Model) -> models.Model:
+    with torch.no_grad():
+        model.module.fc.weight.data.mul_(2)  # type: ignore[union-attr]
+    return model
+
+
+def changed_layer(model: models.Model) -> models.Model:
+    model.module.fc = nn.Sequential(model.module.fc, nn.Tanh())
+    return model
+
+
+def changed_network(model: models.Model) -> models.Model:
+    return dataclasses.replace(model, module=models.torchvision("resnet18", weights=None).module)
+
+
+@pytest.mark.parametrize("change", [changed_weights, changed_layer, changed_network])
+def test_a_model_whose_network_changed_since_it_was_made_is_another_run(
+    change: Callable[[models.Model], models.Model],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model = models.torchvision("resnet18", weights=None, seed=5)
+    first = embedx.extract(model, x, layers="fc", out=tmp_path / "a")
+    assert (
+        embedx.extract(model, x, layers="fc", out=tmp_path / "a").attrs["id"] == (first.attrs["id"])
+    )
+    assert "has changed since" not in caplog.text
+    model = change(model)
+    with pytest.raises(StoreError, match="holds another run"):
+        embedx.extract(model, x, layers="fc", out=tmp_path / "a")
+    run = embedx.extract(model, x, layers="fc", out=tmp_path / "b")
+    assert "has changed since its Model was made" in caplog.text
+    assert run.attrs["weights"] == "random, seed 5, changed since"
+    assert run.attrs["weights_sha256"] == state_sha256(model.module)
+    with torch.no_grad():
+        np.testing.assert_allclose(run.embeddings["fc"], model.module(x), atol=1e-4)
+
+
+def test_a_preprocessing_given_beside_a_model_is_the_one_that_counts(tmp_path: Path) -> None:
+    Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)).save(
+        tmp_path / "a.png"
+    )
+    model = models.torchvision("resnet18", weights=None, input_size=64)
+    mine = models.Preprocess(resize_px=32, crop_px=32, mean=(0, 0, 0), std=(1, 1, 1))
+    run = embedx.extract(
+        model, tmp_path, layers="fc", preprocess=mine, thumbnails=0, out=tmp_path / "out"
+    )
+    pixels = torch.from_numpy(np.asarray(Image.open(tmp_path / "a.png")).copy()).permute(2, 0, 1)
+    with torch.no_grad():
+        wanted = model.module(pixels[None] / 255)
+    np.testing.assert_allclose(run.embeddings["fc"], wanted, atol=1e-4)
+
+
+# --------------------------------------------------------------------------- samples by themselves
+
+ALONE = [
+    nn.Linear(2, 2),
+    nn.BatchNorm2d(2),
+    nn.InstanceNorm2d(2),
+    nn.Softmax(dim=1),
+    nn.Softmax(dim=-1),
+    nn.Flatten(),
+    nn.GLU(),
+    nn.Dropout2d(),
+    nn.ConvTranspose1d(2, 2, 1),
+    nn.AdaptiveMaxPool3d(1),
+    nn.ReLU6(),
+    nn.LogSigmoid(),
+    nn.PixelShuffle(2),
+    nn.ZeroPad2d(1),
+]
+TOGETHER = [
+    nn.BatchNorm2d(2, track_running_stats=False),
+    nn.Softmax(dim=0),
+    nn.Softmax(dim=-2),
+    nn.Softmax2d(),
+    nn.Flatten(0),
+    nn.FractionalMaxPool2d(2, output_size=1),
+    nn.LSTM(2, 2),
+    nn.LSTM(2, 2, batch_first=True),
+    nn.TransformerEncoderLayer(2, 1, 2),
+    nn.MultiheadAttention(2, 1, batch_first=True),
+    nn.EmbeddingBag(3, 2),
+]
+
+
+@pytest.mark.parametrize("layer", ALONE, ids=str)
+def test_layers_that_look_at_one_sample_at_a_time_are_known_as_such(layer: nn.Module) -> None:
+    assert fold.is_by_sample(nn.Sequential(layer).eval())
+
+
+@pytest.mark.parametrize("layer", TOGETHER, ids=str)
+def test_layers_that_may_see_a_batch_together_are_told_by_kind_and_options(
+    layer: nn.Module,
+) -> None:
+    assert fold.is_known(layer.eval())
+    assert not fold.is_by_sample(nn.Sequential(nn.ReLU(), layer).eval())
+
+
+def test_networks_of_the_libraries_look_at_one_sample_at_a_time() -> None:
+    from torchvision import models as published
+
+    names = [
+        *("resnet18", "resnet50", "alexnet", "vgg16", "densenet121", "mobilenet_v3_small"),
+        *("efficientnet_b0", "convnext_tiny", "swin_t", "vit_b_16"),
+    ]
+    with torch.device("meta"):
+        for name in names:
+            assert fold.is_by_sample(published.get_model(name, weights=None).eval()), name
+        norm = functools.partial(nn.BatchNorm2d, track_running_stats=False)
+        assert not fold.is_by_sample(published.resnet18(norm_layer=norm).eval())
+
+
+def test_the_size_of_batches_is_part_of_a_run_whose_samples_may_see_each_other(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Softmax(dim=0)).eval()
+    for batch_size in (4, 8):
+        given: dict[str, Any] = {"layers": "1", "batch_size": batch_size}
+        run = embedx.extract(model, noise(8, 4), out=tmp_path / str(batch_size), **given)
+        with torch.no_grad():
+            wanted = torch.cat([model(rows) for rows in noise(8, 4).split(batch_size)])
+        np.testing.assert_allclose(run.embeddings["1"], wanted, atol=1e-6)
+    with pytest.raises(StoreError, match="batch_size is 4 there and 8 here"):
+        embedx.extract(model, noise(8, 4), out=tmp_path / "4", layers="1", batch_size=8)
+    alone = linear(4, 3)
+    runs = [
+        embedx.extract(alone, noise(8, 4), layers="0", batch_size=b, out=tmp_path / "alone")
+        for b in (4, 8)
+    ]
+    assert runs[0].attrs["id"] == runs[1].attrs["id"]
+
+
+class Batchwise(models.Preprocess):
+    def normalize(self, pixels: Tensor) -> Tensor:
+        scaled = super().normalize(pixels)
+        return scaled - scaled.mean((0, 2, 3), keepdim=True)
+
+
+class Noisy(models.Preprocess):
+    def normalize(self, pixels: Tensor) -> Tensor:
+        scaled = super().normalize(pixels)
+        return scaled + torch.randn_like(scaled)
+
+
+def pictures(folder: Path, n: int) -> Path:
+    folder.mkdir()
+    for i in range(n):
+        pixels = np.random.default_rng(i).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:03}.png")
+    return folder
+
+
+def test_a_preprocessing_of_ones_own_may_see_the_batch_and_draws_from_the_seed_of_its_row(
+    tmp_path: Path,
+) -> None:
+    folder = pictures(tmp_path / "pictures", 6)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).eval()
+
+    def run(kind: type[models.Preprocess], name: str, **given: Any) -> Array:
+        prepared = kind(resize_px=8, crop_px=8)
+        found = embedx.extract(
+            model, folder, layers="1", preprocess=prepared, out=tmp_path / name, **given
+        )
+        return np.array(found.embeddings["1"])
+
+    run(Batchwise, "a", batch_size=2)
+    with pytest.raises(StoreError, match="batch_size is 2 there and 6 here"):
+        run(Batchwise, "a", batch_size=6)
+    torch.manual_seed(1)
+    first = run(Noisy, "b", batch_size=3, num_workers=0)
+    torch.manual_seed(2)
+    assert np.isfinite(first).all()
+    np.testing.assert_array_equal(first, run(Noisy, "c", batch_size=3, num_workers=2))
+
+
+def test_what_stands_in_a_batch_in_place_of_a_bad_item_is_said_where_it_may_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    embedx.extract(linear(4, 3), Samples(22), layers="0", out=tmp_path / "a")
+    assert "in place of what cannot be read" not in caplog.text
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval()
+    run = embedx.extract(model, Samples(22), layers="1", batch_size=64, out=tmp_path / "b")
+    assert "such as row 22, zeros enter beside the others of its batch" in caplog.text
+    x = noise(64, 4)
+    x[22] = 0
+    with torch.no_grad():
+        wanted = model(x).numpy()
+    wanted[22] = np.nan
+    np.testing.assert_allclose(run.embeddings["1"], wanted, atol=1e-5)
+
+
+def doubling(batch: list[Any]) -> Tensor:
+    for _, added in batch:
+        added.mul_(2)
+    return torch.stack([x + added for x, added in batch])
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self, bad: int | None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        if i == self.bad:
+            raise OSError("bad")
+        return torch.full((4,), float(i)), torch.ones(4)
+
+
+def test_a_collate_fn_that_works_in_place_does_so_once_to_each_item(tmp_path: Path) -> None:
+    loader = DataLoader(Pairs(1), batch_size=4, collate_fn=doubling)
+    run = embedx.extract(nn.Sequential(nn.Identity()), loader, layers="0", out=tmp_path)
+    wanted = np.arange(40.0) + 2
+    wanted[1] = np.nan
+    np.testing.assert_array_equal(run.embeddings["0"][:, 0], wanted)
+
+
+class WithLabels(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"x": torch.full((4,), float(i)), "label": i % 2}
+
+
+class TakesX(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def without_labels(batch: list[Any]) -> dict[str, Tensor]:
+    for item in batch:
+        item.pop("label")
+    return {"x": torch.stack([item["x"] for item in batch])}
+
+
+def test_a_collate_fn_may_take_labels_out_of_the_items(tmp_path: Path) -> None:
+    loader = DataLoader(WithLabels(), batch_size=4, collate_fn=without_labels)
+    run = embedx.extract(TakesX(), loader, layers="out", out=tmp_path)
+    assert run.embeddings["out"][:, 0].tolist() == list(range(8))
+
+
+# --------------------------------------------------------------------------- pictures
+
+
+def test_a_png_whose_end_is_zeros_fails_its_row(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "pictures", 3)
+    half = folder / "001.png"
+    whole = half.read_bytes()
+    half.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+    with pytest.raises(OSError, match="image file is damaged .broken PNG file"):
+        data.decode_image(half)
+    found = np.asarray(data.decode_image(folder / "000.png"))
+    np.testing.assert_array_equal(found, np.asarray(Image.open(folder / "000.png")))
+    run = embedx.extract(
+        nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).eval(),
+        folder,
+        layers="1",
+        preprocess=models.Preprocess(resize_px=8, crop_px=8),
+        out=tmp_path / "out",
+    )
+    assert run.status.tolist() == [1, 2, 1]
+
+
+def read_by_threads(paths: list[Path], *, n: int, before: Callable[[], None]) -> list[bool]:
+    """Whether each picture could be read, by so many threads at once."""
+    found: dict[Path, bool] = {}
+
+    def read(mine: list[Path]) -> None:
+        for path in mine:
+            before()
+            try:
+                data.decode_image(path)
+                found[path] = True
+            except OSError:
+                found[path] = False
+
+    threads = [threading.Thread(target=read, args=(paths[i::n],)) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[path] for path in paths]
+
+
+def test_threads_put_back_the_settings_of_pillow_and_of_warnings(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (200, 200, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=95)
+    paths = [tmp_path / f"{i}.jpg" for i in range(80)]
+    for i, path in enumerate(paths):
+        whole = buffer.getvalue()
+        path.write_bytes(whole[: len(whole) // 2] if i % 2 else whole)
+    filters = list(warnings.filters)
+    assert read_by_threads(paths, n=4, before=lambda: None) == [i % 2 == 0 for i in range(80)]
+    assert warnings.filters == filters
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+
+    def a_library_sets_it() -> None:
+        ImageFile.LOAD_TRUNCATED_IMAGES = True
+
+    try:
+        with data.whole_pictures():
+            ImageFile.LOAD_TRUNCATED_IMAGES = True
+            read = read_by_threads(paths, n=4, before=lambda: None)
+        assert read == [i % 2 == 0 for i in range(80)]
+        assert ImageFile.LOAD_TRUNCATED_IMAGES is True  # as whoever set it meanwhile would have it
+        data.decode_image(paths[0])
+        assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
+    assert warnings.filters == filters
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "I;16"])
+def test_pictures_of_a_source_come_upright_and_rgb_whatever_their_mode(
+    mode: str, tmp_path: Path
+) -> None:
+    picture = Image.new(mode, (8, 8), 1)
+    picture.save(tmp_path / "a.png")
+    source = Source(name="s", ids=["a", "b"], read=lambda _: picture, fingerprint="1")
+    run = embedx.extract(
+        nn.Sequential(nn.Flatten()).eval(),
+        source,
+        layers="0",
+        preprocess=models.Preprocess(resize_px=8, crop_px=8, mean=(0, 0, 0), std=(1, 1, 1)),
+        out=tmp_path / "out",
+    )
+    wanted = np.asarray(data.decode_image(tmp_path / "a.png")).transpose(2, 0, 1).ravel() / 255
+    np.testing.assert_allclose(run.embeddings["0"], [wanted, wanted], atol=1e-6)
+
+
+def test_the_mean_that_pixels_lose_does_not_hang_on_the_default_type(tmp_path: Path) -> None:
+    prepared = models.Preprocess(resize_px=8, crop_px=8)
+    pixels = torch.arange(192, dtype=torch.uint8).view(1, 3, 8, 8)
+    wanted = prepared.normalize(pixels)
+    model = linear(4, 3)
+    embedx.extract(model, noise(6, 4), layers="0", out=tmp_path)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(prepared.normalize(pixels), wanted)
+        with pytest.raises(StoreError, match="default_dtype is torch.float32 there and"):
+            embedx.extract(model, noise(6, 4), layers="0", out=tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# --------------------------------------------------------------------------- masks and poolings
+
+
+class Seq2Seq(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.decoder = nn.Embedding(20, 6), nn.Linear(6, 7)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        decoder_input_ids: Tensor,
+        decoder_attention_mask: Tensor,
+    ) -> Tensor:
+        entered = self.embed(input_ids) * attention_mask[..., None]
+        inner = self.embed(decoder_input_ids) + entered.mean(1, keepdim=True)
+        return self.decoder(inner)  # type: ignore[no-any-return]
+
+
+def test_the_mask_of_an_encoder_does_not_count_for_tokens_of_a_decoder(tmp_path: Path) -> None:
+    model = Seq2Seq().eval()
+    lengths = {"attention_mask": [5, 4, 5, 3], "decoder_attention_mask": [2, 1, 3, 4]}
+    masks = {
+        name: (torch.arange(5) < torch.tensor(n)[:, None]).long() for name, n in lengths.items()
+    }
+    tokens = {
+        name: torch.randint(1, 20, (4, 5), generator=torch.Generator().manual_seed(i))
+        for i, name in enumerate(["input_ids", "decoder_input_ids"])
+    }
+
+    def samples(masks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        return [{name: rows[i] for name, rows in {**tokens, **masks}.items()} for i in range(4)]
+
+    for how in ("auto", "mean_token"):
+        with pytest.raises(ShapeError, match="attention_mask and decoder_attention_mask"):
+            embedx.extract(
+                model, samples(masks), layers="decoder", pooling=how, out=tmp_path / "refused"
+            )
+    with torch.no_grad():
+        inner = model(**tokens, **masks)
+    run = embedx.extract(
+        model, samples(masks), layers="decoder", pooling="cls", out=tmp_path / "cls"
+    )
+    np.testing.assert_allclose(run.embeddings["decoder"], inner[:, 0], atol=1e-6)
+    masks["decoder_attention_mask"] = masks["attention_mask"]
+    run = embedx.extract(model, samples(masks), layers="decoder", out=tmp_path / "one")
+    with torch.no_grad():
+        inner = model(**tokens, **masks)
+    kept = masks["attention_mask"][..., None]
+    wanted = (inner * kept).sum(1) / kept.sum(1)
+    np.testing.assert_allclose(run.embeddings["decoder"], wanted, atol=1e-6)
+
+
+def test_parameters_of_our_poolings_count_by_their_value(tmp_path: Path) -> None:
+    kinds: list[Callable[[float], Any]] = [torch.tensor, np.float32, np.float64]
+    for kind in kinds:
+        one, other = (
+            pooling.per_point(functools.partial(pooling.gem, p=kind(p)), n_points=1)[0]
+            for p in (3.0, 6.0)
+        )
+        assert one.code
+        assert one.code != other.code
+    plain = functools.partial(pooling.gem, p=4.0)
+    assert pooling.per_point(plain, n_points=1)[0].code == ""
+    x = noise(4, 5, 3)
+    first, rest = torch.zeros(4, 5, dtype=torch.bool), torch.ones(4, 5, dtype=torch.bool)
+    first[:, 0], rest[:, 0] = True, False
+    model = linear(3, 2)
+    for mask in (first, rest):
+        how = functools.partial(pooling.mean_token, mask=mask)
+        run = embedx.extract(model, x, layers="0", pooling=how, out=tmp_path / str(mask[0, 0]))
+        with torch.no_grad():
+            wanted = (model(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        np.testing.assert_allclose(run.embeddings["0"], wanted, atol=1e-6)
+    how = functools.partial(pooling.mean_token, mask=rest)
+    with pytest.raises(StoreError, match="the code of the pooling, or what it holds"):
+        embedx.extract(model, x, layers="0", pooling=how, out=tmp_path / "tensor(True)")
+
+
+def test_a_mask_that_a_pooling_has_of_its_own_is_not_replaced() -> None:
+    own = pooling.per_point(functools.partial(pooling.mean_token, mask=noise(2, 3)), n_points=1)[0]
+    plain = pooling.per_point("mean_token", n_points=1)[0]
+    assert (own.takes_mask, plain.takes_mask) == (False, True)
+
+
+def test_which_axis_of_a_square_is_that_of_the_tokens_is_asked() -> None:
+    with pytest.raises(ShapeError, match=r"which axis of \(5, 6, 6\) is that of the tokens"):
+        pooling.choose(torch.zeros(5, 6, 6), is_masked=True)
+    assert pooling.choose(torch.zeros(5, 6, 7), is_masked=True) == "mean_token"
+    assert pooling.choose(torch.zeros(5, 6, 6), is_masked=True, tokens="cls") == "cls"
+
+
+def test_rows_too_small_for_float32_have_length_one_all_the_same(tmp_path: Path) -> None:
+    x = noise(6, 4).double() * 1e-50
+    run = embedx.extract(
+        nn.Sequential(nn.Identity()).eval(), x, layers="0", normalize=True, out=tmp_path
+    )
+    wanted = x / torch.linalg.vector_norm(x * 1e50, dim=1, keepdim=True) * 1e50
+    np.testing.assert_allclose(run.embeddings["0"], wanted, atol=1e-6)
+
+
+# --------------------------------------------------------------------------- the identity
+
+
+def custom_op(factor: int) -> Any:
+    @torch.library.custom_op(f"embedx_tests{factor}::act", mutates_args=())
+    def act(x: Tensor) -> Tensor:
+        return x * factor
+
+    return act
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b * b).sum()
+
+
+def generator_of(seed: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed)]
+
+
+class Refuses:
+    """An object that cannot be pickled."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("no")
+
+
+def test_values_that_differ_in_what_they_compute_are_told_apart() -> None:
+    act = [custom_op(2), custom_op(3)]
+    pairs: dict[str, tuple[Any, Any]] = {
+        "custom_op": (act[0], act[1]),
+        "operators of one name": (torch.ops.embedx_tests2.act, torch.ops.embedx_tests3.act),
+        "overloads": (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar),
+        "vmap": (torch.vmap(torch.cumsum, in_dims=0), torch.vmap(torch.cumsum, in_dims=1)),
+        "grad": (torch.func.grad(product, argnums=0), torch.func.grad(product, argnums=1)),
+        "generators": (generator_of(1), generator_of(2)),
+        "unpicklable": (Refuses(1.0), Refuses(2.0)),
+    }
+    for name, (one, other) in pairs.items():
+        assert value_sha256(one) == value_sha256(one), name
+        assert value_sha256(one) != value_sha256(other), name
+    assert value_sha256(generator_of(1)) == value_sha256(generator_of(1))
+    assert value_sha256(Refuses(1.0)) == value_sha256(Refuses(1.0))
+
+
+def test_the_random_state_that_all_code_shares_is_nobodys_own() -> None:
+    shared = [torch.default_generator, random.random, np.random.rand]
+    before = value_sha256(shared)
+    torch.rand(1)
+    random.random()
+    np.random.rand()  # noqa: NPY002
+    assert value_sha256(shared) == before
+
+
+settings = types.ModuleType("embedx_tests_settings")
+
+
+class ReadsByVars(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * vars(settings)["scale"]  # type: ignore[no-any-return]
+
+
+def test_what_code_reads_by_vars_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    found = []
+    for scale in (2.0, 3.0, 2.0):
+        monkeypatch.setattr(settings, "scale", scale, raising=False)
+        found.append(code_sha256(ReadsByVars()))
+    assert found[0] == found[2] != found[1]
+
+
+def test_to_which_weight_another_is_tied_is_part_of_the_state() -> None:
+    def network(tied_to: int | None) -> nn.Module:
+        model: Any = linear(4, 4, 4, 4)
+        with torch.no_grad():
+            model[1].weight.copy_(model[0].weight)
+            model[2].weight.copy_(model[0].weight)
+        if tied_to is not None:
+            model[2].weight = model[tied_to].weight
+        return model  # type: ignore[no-any-return]
+
+    hashes = {state_sha256(network(tied_to)) for tied_to in (None, 0, 1)}
+    assert len(hashes) == 3
+    assert state_sha256(network(0)) == state_sha256(network(0))
+
+
+class RandomFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.randn(4, 6), persistent=False)
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc((x @ self.w).cos())  # type: ignore[no-any-return]
+
+
+def test_buffers_that_no_checkpoint_holds_are_part_of_a_run(tmp_path: Path) -> None:
+    torch.save(RandomFeatures().state_dict(), tmp_path / "w.pt")
+    made = [
+        models.own(RandomFeatures, checkpoint=str(tmp_path / "w.pt"), seed=seed)
+        for seed in (0, 1, 0)
+    ]
+    assert made[0].weights_sha256 == made[1].weights_sha256
+    assert made[0].code == made[2].code != made[1].code
+
+
+class StaysInItsMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout()
+
+    def train(self, mode: bool = True) -> "StaysInItsMode":
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x)  # type: ignore[no-any-return]
+
+
+def test_the_mode_of_a_network_that_eval_does_not_reach_is_part_of_it() -> None:
+    model = StaysInItsMode()
+    drawing = code_sha256(model)
+    model.drop.training = False
+    assert code_sha256(model) != drawing
+    plain = linear(4, 3)
+    assert code_sha256(copy.deepcopy(plain).train()) == code_sha256(plain.eval())
+
+
+def test_numbers_and_texts_of_one_spelling_are_two_columns(tmp_path: Path) -> None:
+    def source(column: Any) -> Source:
+        return Source(
+            name="s",
+            ids=list("abc"),
+            read=noise(3, 4).__getitem__,
+            fingerprint="1",
+            metadata={"c": column},
+        )
+
+    embedx.extract(linear(4, 3), source([1, 2, 3]), layers="0", out=tmp_path)
+    with pytest.raises(StoreError, match="the ids or labels are others"):
+        embedx.extract(linear(4, 3), source(["1", "2", "3"]), layers="0", out=tmp_path)
+    again = embedx.extract(linear(4, 3), source(np.array([1, 2, 3])), layers="0", out=tmp_path)
+    assert again.metadata["c"].tolist() == [1, 2, 3]
+
+
+# --------------------------------------------------------------------------- what is stored
+
+
+class Gives(nn.Module):
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.fc, self.output = nn.Linear(4, 3), output
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc(x)
+        return self.output.expand(len(x), -1)
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (torch.complex(torch.ones(3), torch.ones(3)), "gives complex numbers"),
+        (torch.arange(3) + 2**30, "gives whole numbers above"),
+    ],
+)
+def test_outputs_that_float32_does_not_hold_are_refused(
+    output: Tensor, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ShapeError, match=why):
+        embedx.extract(Gives(output), noise(4, 4), layers="fc", save_outputs=True, out=tmp_path)
+
+
+def test_values_that_a_mask_hides_are_refused(tmp_path: Path) -> None:
+    masked = np.ma.array([1, 9, 2, 2], mask=[0, 1, 0, 0], dtype=np.int32)
+    model = linear(4, 3)
+    with pytest.raises(DataError, match="a masked array"):
+        Source(name="s", ids=list("abcd"), read=str, fingerprint="", metadata={"age": masked})
+    with pytest.raises(DataError, match="a masked array"):
+        Source(
+            name="s",
+            ids=list("abcd"),
+            read=str,
+            fingerprint="",
+            labels=masked,
+            label_names=list("0123456789"),
+        )
+    kinds: list[dict[str, Any]] = [{"ids": masked}, {"labels": masked}, {"loss": masked}]
+    for given in kinds:
+        with embedx.record(model, "0", tmp_path / next(iter(given))) as recorder:
+            model(noise(4, 4))
+            with pytest.raises(DataError, match="a masked array"):
+                recorder.batch(**given)
+            model(noise(4, 4))
+            recorder.batch()
+        assert embedx.open(recorder.path).n_rows == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"ids": np.array([b"a", b"b", b"c", b"d"])}, "ids holds bytes"),
+        ({"loss": np.ones(4, np.longdouble)}, "at most 64 bits"),
+    ],
+)
+def test_values_that_a_recording_would_change_are_refused(
+    given: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    model = linear(4, 3)
+    recorder = embedx.record(model, "0", tmp_path)
+    model(noise(4, 4))
+    with pytest.raises(DataError, match=why):
+        recorder.batch(**given)
+    recorder.close()
+
+
+def test_an_empty_batch_may_have_an_empty_list_of_labels(tmp_path: Path) -> None:
+    model = linear(4, 3)
+    with embedx.record(model, "0", tmp_path) as recorder:
+        model(noise(0, 4))
+        recorder.batch(labels=[])
+        model(noise(2, 4))
+        recorder.batch(labels=[1, 0])
+    assert embedx.open(tmp_path).label_texts() == ["1", "0"]
+
+
+def test_labels_that_are_written_alike_are_refused() -> None:
+    with pytest.raises(DataError, match="two labels are both written '0.1'"):
+        data.in_memory(noise(3, 4), labels=[np.float32(0.1), 0.1, 1.0])
+
+
+class TakesAny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Identity()
+
+    def forward(self, **given: Tensor) -> Tensor:
+        return self.out(next(iter(given.values())))  # type: ignore[no-any-return]
+
+
+def test_names_of_an_item_that_are_one_as_texts_fail_its_row(tmp_path: Path) -> None:
+    items: list[Any] = [{"1": torch.ones(2)}, {1: torch.ones(2), "1": torch.zeros(2)}]
+    run = embedx.extract(TakesAny(), items, layers="out", out=tmp_path)
+    assert run.status.tolist() == [1, 2]
+    assert "two of its names are one as texts" in (tmp_path / "errors.jsonl").read_text()
+
+
+# --------------------------------------------------------------------------- points
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+
+class ByKeywords(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(scale=torch.ones_like(x), x=x)  # type: ignore[no-any-return]
+
+
+def test_the_first_argument_is_the_first_of_the_layer_however_it_is_called(tmp_path: Path) -> None:
+    run = embedx.extract(
+        ByKeywords(Scaled()), noise(5, 4), layers="block:input", out=tmp_path / "a"
+    )
+    np.testing.assert_array_equal(run.embeddings["block:input"], noise(5, 4))
+    with pytest.raises(LayerError, match=r"choose from: block:input.scale, block:input.x"):
+        embedx.extract(
+            ByKeywords(TakesAny()), noise(5, 4), layers="block:input", out=tmp_path / "b"
+        )
+
+
+class OddNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.ModuleDict({"a": nn.Linear(4, 3), "a@0": nn.Linear(4, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.t["a"](x) + self.t["a@0"](x)  # type: ignore[no-any-return]
+
+
+def test_a_layer_whose_name_reads_as_a_call_of_another_is_asked_for_by_a_glob(
+    tmp_path: Path,
+) -> None:
+    model = OddNames().eval()
+    for text in ("t.a@0", "t.a@0:input"):
+        with pytest.raises(LayerError, match=r"may be the layer 't.a@0' or a part of 't.a'"):
+            hooks.resolve_points(model, text)
+    with pytest.raises(LayerError, match="is the name of a layer and a call of another"):
+        hooks.resolve_points(model, ["t.a?0", "t.?@0"])
+    run = embedx.extract(model, noise(5, 4), layers="t.a?0", out=tmp_path)
+    with torch.no_grad():
+        np.testing.assert_allclose(run.embeddings["t.a@0"], model.t["a@0"](noise(5, 4)), atol=1e-6)
+
+
+def test_a_reduction_that_works_in_place_or_in_one_buffer_changes_nothing_else() -> None:
+    model: Any = linear(4, 6, 6)
+    x = noise(5, 4)
+    with torch.no_grad():
+        wanted = model(x)
+        with embedx.capture(model, "0", reduce=lambda _, t: t.clamp_(0)) as got:
+            assert torch.equal(model(x), wanted)
+            assert torch.equal(got["0"], model[0](x).clamp(0))
+        buffer = torch.empty(5)
+        with embedx.capture(
+            model, ["0", "1"], reduce=lambda _, t: torch.mean(t, 1, out=buffer)
+        ) as got:
+            model(x)
+            assert torch.equal(got["0"], model[0](x).mean(1))
+            assert torch.equal(got["1"], wanted.mean(1))
+
+
+# --------------------------------------------------------------------------- files and locks
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "errors.jsonl"])
+def test_files_of_the_users_own_in_the_folder_are_not_replaced(name: str, tmp_path: Path) -> None:
+    mine = '{"grid: 3": 1}\n'
+    (tmp_path / name).write_text(mine)
+    model = linear(4, 3)
+    for overwrite in (False, True):
+        with pytest.raises(StoreError, match=f"{name} is there and was not written by embedx"):
+            embedx.extract(model, noise(4, 4), layers="0", out=tmp_path, overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == mine
+    (tmp_path / name).unlink()
+    embedx.extract(model, Samples(22), layers="0", out=tmp_path)
+    assert (tmp_path / name).stat().st_size
+    run = embedx.extract(model, Samples(), layers="0", out=tmp_path, overwrite=True)
+    assert run.status.tolist() == [1] * 64
+
+
+def test_a_recording_leaves_a_config_of_the_users_own_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("lr: 1\n")
+    model = linear(4, 3)
+    with embedx.record(model, "0", tmp_path) as recorder:
+        model(noise(4, 4))
+        recorder.batch()
+    assert (tmp_path / "config.yaml").read_text() == "lr: 1\n"
+    (tmp_path / "errors.jsonl").write_text("mine\n")
+    with pytest.raises(StoreError, match="errors.jsonl is there and was not written by embedx"):
+        embedx.record(model, "0", tmp_path, overwrite=True)
+
+
+def other_process_takes(target: Path) -> bool:
+    code = (
+        "import sys, pathlib; from embedx import store; from embedx.errors import InUseError\n"
+        "try:\n"
+        "    with store.writing_lock(pathlib.Path(sys.argv[1])): sys.exit(7)\n"
+        "except InUseError: sys.exit(3)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code, str(target)], check=False).returncode
+    assert found in (3, 7)
+    return found == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="locks of open files are Linux's")
+def test_a_copy_of_the_folder_does_not_end_its_lock(tmp_path: Path) -> None:
+    target = tmp_path / "out" / "embeddings.h5"
+    with store.writing_lock(target):
+        shutil.copytree(target.parent, tmp_path / "backup")
+        assert not other_process_takes(target)
+        with pytest.raises(InUseError, match="this process"), store.writing_lock(target):
+            pass
+    assert other_process_takes(target)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="locks of open files are Linux's")
+def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
+    target = tmp_path / "embeddings.h5"
+    asks, told = os.pipe()
+    with store.writing_lock(target):
+        child = os.fork()
+        if not child:  # lives on, and holds nothing
+            os.close(told)
+            os.read(asks, 1)
+            os._exit(0)
+        os.close(asks)
+        assert not other_process_takes(target)
+    try:
+        assert other_process_takes(target)
+    finally:
+        os.close(told)
+        os.waitpid(child, 0)
+
+
+def test_a_model_that_is_put_into_train_mode_later_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = linear(4, 3)
+    with embedx.record(model, "0", tmp_path) as recorder:
+        model(noise(2, 4))
+        recorder.batch()
+        assert "train mode" not in caplog.text
+        model.train()
+        for _ in range(2):
+            model(noise(2, 4))
+            recorder.batch()
+    assert caplog.text.count("is in train mode: what is recorded has its dropout") == 1
+
+
+def test_failed_rows_of_a_file_that_is_complete_are_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    embedx.extract(linear(4, 3), Samples(22), layers="0", out=tmp_path)
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    run = embedx.extract(linear(4, 3), Samples(), layers="0", on_error="raise", out=tmp_path)
+    assert run.status[22] == 2
+    said = caplog.messages[
+        caplog.messages.index(next(m for m in caplog.messages if "to do" in m)) :
+    ]
+    assert said[1:] == [
+        "failed row 22, 22: OSError: away",
+        f"all 1 failed rows: {tmp_path / 'errors.jsonl'}; overwrite=true tries them again",
+    ]
+
+
+# --------------------------------------------------------------------------- in one line
+
+
+@pytest.mark.parametrize("row", [22, 0])
+def test_an_item_that_ends_the_program_fails_its_row(row: int, tmp_path: Path) -> None:
+    samples = Samples(row, error=SystemExit(0))
+    run = embedx.extract(linear(4, 3), samples, layers="0", out=tmp_path)
+    assert run.status.tolist() == [1 + (i == row) for i in range(64)]
+
+
+class OwnIterator(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return iter([noise(64, 4)])
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a OwnIterator that makes its batches in an iterator"):
+        embedx.extract(linear(4, 3), OwnIterator(Samples()), layers="0", out=tmp_path)
+
+
+def _in_a_pool(out: str, told: Any) -> None:
+    try:
+        embedx.extract(linear(4, 3), Samples(), layers="0", num_workers=2, out=out)
+    except DataError as error:
+        told.send(str(error))
+
+
+def test_workers_that_a_process_of_a_pool_may_not_start_are_refused(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    hears, tells = context.Pipe(duplex=False)
+    child = context.Process(target=_in_a_pool, args=(str(tmp_path), tells), daemon=True)
+    child.start()
+    assert hears.poll(60)
+    assert "this process is daemonic" in hears.recv()
+    child.join(60)
+
+
+def test_an_item_that_cannot_be_copied_does_not_hold_the_place_of_a_bad_one(tmp_path: Path) -> None:
+    class Holds(Pairs):
+        def __getitem__(self, i: int) -> Any:
+            x, added = super().__getitem__(i)
+            return x, (added.requires_grad_() * 1)
+
+    loader = DataLoader(Holds(1), batch_size=4, collate_fn=lambda b: torch.stack([x for x, _ in b]))
+    with pytest.raises((DataError, ConfigError), match="cannot be copied"):
+        embedx.extract(nn.Sequential(nn.Identity()), loader, layers="0", out=tmp_path)
+
+
+# --------------------------------------------------------------------------- shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Two shards of 32 samples; one sample cannot be read."""
+
+    bad: int | None = None
+
+    def read(self, i: int) -> Tensor:
+        return Samples(self.bad)[i]
+
+    @contextlib.contextmanager
+    def shard(self, number: int, *, scratch: Path, most: int | None) -> Iterator[Source]:
+        rows = range(32 * number, 32 * (number + 1))
+        yield Source(
+            name="halves",
+            ids=[str(row) for row in rows],
+            read=lambda i: self.read(rows[i]),
+            fingerprint=f"{number}",
+        )
+
+
+def shards(bad: int | None = None) -> data.Shards:
+    return data.Shards(name="halves", names=["a", "b"], fingerprint="1", read=Halves(bad).shard)
+
+
+@pytest.mark.parametrize("bad", [40, 34])
+def test_parts_of_a_run_are_of_one_network_too(bad: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"layers": "out", "batch_size": 4}
+    for how in ("an attribute", "a cache"):
+        with pytest.raises(DataError, match=f"{bad}: OSError: away"):
+            embedx.extract(
+                MakesItself(how), shards(bad), on_error="raise", out=tmp_path / how, **given
+            )
+    with pytest.raises(StoreError, match="made itself something else in its first pass"):
+        embedx.extract(
+            MakesItself("an attribute"), shards(), out=tmp_path / "an attribute", **given
+        )
+    run = embedx.extract(MakesItself("a cache"), shards(), out=tmp_path / "a cache", **given)
+    embedx.extract(MakesItself("a cache"), shards(), out=tmp_path / "whole", **given)
+    assert run.n_rows == 64
+    assert len(run.attrs["made_by_first_pass"]) == 64
+    whole = (tmp_path / "whole" / "embeddings.h5").read_bytes()
+    assert (tmp_path / "a cache" / "embeddings.h5").read_bytes() == whole
