@@ -23,6 +23,8 @@ from embedx.data import (
     limited,
     name_of,
     picture,
+    require_unchanged,
+    stamp_of,
 )
 from embedx.errors import ConfigError, DataError, listed, nearest
 
@@ -80,7 +82,7 @@ def array(
     texts, label_by = _labels(where, arrays, refused, labels, found)
     form = str(found.dtype)
     items = found.first(n)
-    read: Any = _RowReader(items, about.st_size, about.st_mtime_ns)
+    read: Any = _RowReader(items, stamp_of(about))
     told: tuple[Any, ...] = (found.key, found.shape, form, layout)
     note = f"{path}: {n:,} "
     shape = "x".join(map(str, found.shape[1:])) or "1"
@@ -106,7 +108,7 @@ def array(
         note += ", no labels"
     if n < len(found):
         note += f", the first of {len(found):,}"
-    digest, (whole,) = file_hashes([(where.name, about.st_size, about.st_mtime_ns)])
+    digest, (whole,) = file_hashes([(where.name, *stamp_of(about))])
     return Source(
         name=name_of(where.with_suffix("")),
         ids=RowNumbers(n),
@@ -237,16 +239,13 @@ class _RowReader:
     """Row i of an array, if its file is as it was when it was listed."""
 
     items: ArrayFile
-    size_bytes: int
-    mtime_ns: int
+    stamp: tuple[int, int]
 
     def __call__(self, i: int) -> Array:
         try:
             return np.asarray(self.items[i : i + 1][0])
         finally:
-            about = os.stat(self.items.path)
-            if (about.st_size, about.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
-                raise DataError("it was changed after the run had listed it") from None
+            require_unchanged(stamp_of(os.stat(self.items.path)) == self.stamp)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from embedx import store
+from embedx.columns import is_label_name
 from embedx.errors import DataError, StoreError, first_line, short
 from embedx.matrix import Array
 
@@ -21,7 +22,6 @@ SUFFIXES = (".npy", ".npz", ".h5", ".hdf5")
 ROWS_MOST = 100_000_000
 ROW_BYTES_MOST = 2**30
 _KINDS = "biufUS"
-LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y"})
 _MEMBERS_MOST = 10_000
 
 
@@ -97,7 +97,8 @@ class ArrayFile:
 
 def is_label_key(name: str) -> bool:
     """Whether an array of this key is that of the labels."""
-    return name.rpartition("/")[2].lower() in LABEL_KEYS
+    last = name.rpartition("/")[2]
+    return is_label_name(last) or last.lower() == "y"
 
 
 def arrays_in(path: Path) -> tuple[dict[str, ArrayFile], dict[str, str]]:

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from embedx.errors import DataError, short
 from embedx.matrix import Array
 
 Column = Array | list[str]
 
 # A longer text is cut: a file has room for the longest text in every row.
 TEXT_BYTES_MOST = 1024
+COLUMNS_MOST = 4096
+LABEL_NAMES = ("label", "labels", "class", "target", "targets")
 _WHOLE = re.compile(r"-?(0|[1-9]\d{0,18})", re.ASCII)  # 007 is a name, not a number
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?|[-+]?inf(inity)?|nan", re.ASCII)
 _BOOLEANS = {"true": True, "True": True, "TRUE": True} | dict.fromkeys(
@@ -140,7 +143,7 @@ def from_arrow(column: Any) -> Column | None:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if pa.types.is_dictionary(column.type):
-        if _is_text(column.type.value_type):
+        if is_text(column.type.value_type):
             # Each text once: written out they may take many times the room of the file.
             texts = column.dictionary.to_pylist()
             return ["" if i is None else texts[i] or "" for i in column.indices.to_pylist()]
@@ -163,16 +166,110 @@ def from_arrow(column: Any) -> Column | None:
         texts = column.cast(pa.string()).to_pylist()
         return ["" if text is None else text.replace(" ", "T", 1) for text in texts]
     is_plain = pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
-    if _is_text(kind) or is_plain:
+    if is_text(kind) or pa.types.is_string_view(kind) or is_plain:
         return ["" if text is None else text for text in column.cast(pa.string()).to_pylist()]
     return None
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
+    """Whether an Arrow type is one of texts that lie one after the other."""
     import pyarrow as pa
 
-    types = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(is_of(kind) for is_of in types)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def has_place(kind: Any) -> bool:
+    """Whether a column of an Arrow type is one of numbers, booleans or texts."""
+    import pyarrow as pa
+
+    return not pa.types.is_nested(kind) and from_arrow(pa.array([], kind)) is not None
+
+
+def plain_name(name: str) -> str:
+    """A name in lower case without what separates words in it."""
+    return re.sub(r"[\s_.-]", "", name).casefold()
+
+
+def is_label_name(name: str) -> bool:
+    """Whether what is called so is the labels."""
+    return plain_name(name) in LABEL_NAMES
+
+
+def require_fit(where: str, names: Sequence[str]) -> None:
+    """Refuse names of columns that come twice, and more columns than a file keeps.
+
+    Args:
+        where: What has them, for the message.
+        names: Of all columns; empty ones may come twice.
+
+    Raises:
+        DataError: There are such.
+    """
+    if len(names) > COLUMNS_MOST:
+        raise DataError(
+            f"{where} has {len(names):,} columns, and at most {COLUMNS_MOST:,} are read; keep "
+            "those that say something of a sample"
+        )
+    twice = [name for name, count in Counter(names).items() if count > 1 and name]
+    if twice:
+        raise DataError(
+            f"{where} has the column {short(twice[0])!r} {names.count(twice[0])} times; give each "
+            "a name of its own"
+        )
+
+
+_UNSTORABLE = f"NUL in it, or more than {TEXT_BYTES_MOST:,} bytes"
+
+
+def require_labels(texts: Sequence[str], where: str) -> None:
+    """Refuse labels that a file cannot keep as they are.
+
+    Args:
+        texts: n labels.
+        where: The column that has them, for the message.
+
+    Raises:
+        DataError: One is longer than a file keeps, or has NUL in it.
+    """
+    odd = next((text for text in dict.fromkeys(texts) if storable(text) != text), None)
+    if odd is not None:
+        raise DataError(
+            f"a label in {where}, {short(repr(odd), most=40)}, has {_UNSTORABLE}; shorten it, or "
+            "choose another column"
+        )
+
+
+def require_ids(texts: Sequence[str], where: str) -> None:
+    """Refuse ids that do not tell rows apart, or that a file cannot keep as they are.
+
+    Args:
+        texts: n ids, one or more.
+        where: The column that has them, for the message.
+
+    Raises:
+        DataError: One is empty, comes twice, is longer than a file keeps, or has NUL in it.
+    """
+    which, why = _unfit(texts)
+    if why:
+        raise DataError(
+            f"the id {which} in {where} {why}; make the ids unique texts, or choose another column"
+        )
+
+
+def are_ids(texts: Sequence[str]) -> bool:
+    """Whether :func:`require_ids` takes them."""
+    return not _unfit(texts)[1]
+
+
+def _unfit(texts: Sequence[str]) -> tuple[str, str]:
+    """Which id is none, and why; empty where all are ids."""
+    if "" in texts:
+        return f"of row {texts.index('')}", "is empty"
+    twice, count = Counter(texts).most_common(1)[0]
+    if count > 1:
+        return short(repr(twice), most=40), f"comes {count} times"
+    odd = next((text for text in texts if storable(text) != text), "")
+    return short(repr(odd), most=40), f"has {_UNSTORABLE}" if odd else ""
 
 
 def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
@@ -241,3 +338,19 @@ def shortened(texts: Sequence[str]) -> tuple[list[str], int]:
             text = cut[text]
         kept.append(text)
     return kept, n_cut
+
+
+def kept(column: Column, name: str, *, is_item: bool = False) -> tuple[Column, list[str]]:
+    """A column as a file keeps it, and what is to be said of texts that are cut for that.
+
+    Args:
+        column: n numbers, booleans or texts.
+        name: What it is called.
+        is_item: Whether its texts are the items, too.
+    """
+    if not isinstance(column, list):
+        return column, []
+    column, n_cut = shortened(column)
+    note = f"{n_cut:,} texts of {name} are cut to {TEXT_BYTES_MOST:,} bytes"
+    note += "; the model gets them whole" if is_item else ""
+    return column, [note] if n_cut else []

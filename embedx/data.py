@@ -442,7 +442,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
     if not top.is_dir():
         what = "is not a folder" if top.exists() else "is not there"
         raise DataError(f"data.root {root} {what}; name a folder of pictures")
-    found, passed_over = _scan(top)
+    found, passed_over = scan(top, SUFFIXES)
     where = counted(passed_over)
     if not found:
         raise DataError(
@@ -458,8 +458,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         classes = [name.split("/", 1)[0] if "/" in name else "" for name in ids]
     else:
         classes = [""] * n
-    label_names = sorted(set(classes) - {""})
-    index = {name: i for i, name in enumerate(label_names)}
+    indices, label_names = counted_through(classes, None)
     fingerprint, hashes = file_hashes(items)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
     if n < len(found):
@@ -473,7 +472,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         read=FileReader(str(top), tuple(ids), hashes),
         fingerprint=fingerprint,
         item_hashes=hashes,
-        labels=np.array([index.get(c, -1) for c in classes], np.int32) if label_names else None,
+        labels=indices if label_names else None,
         label_names=label_names,
         notes=(note, *((f"passed over: {where}",) if where else ())),
         root=top,
@@ -530,6 +529,21 @@ def file_hashes(items: Iterable[tuple[str, int, int]]) -> tuple[str, Array]:
     return digest.hexdigest(), np.array(hashes, np.uint64)
 
 
+def stamp_of(about: os.stat_result) -> tuple[int, int]:
+    """What tells whether a file is as it was: bytes and mtime_ns."""
+    return about.st_size, about.st_mtime_ns
+
+
+def require_unchanged(is_same: bool) -> None:
+    """Refuse an item that is another than when the run listed it.
+
+    Raises:
+        DataError: It is.
+    """
+    if not is_same:
+        raise DataError("it was changed after the run had listed it") from None
+
+
 def name_of(path: Path) -> str:
     """The last part of a path as the name of a source."""
     return os.fsencode(path.resolve().name).decode(errors="backslashreplace")
@@ -558,12 +572,91 @@ class FileReader:
             try:
                 return _decoded(file)
             finally:
-                about = os.fstat(file.fileno())  # the file that was read, though its name be taken
-                if (
-                    item_hash(_line(self.paths[i], about.st_size, about.st_mtime_ns))
-                    != self.hashes[i]
-                ):
-                    raise DataError("it was changed after the run had listed it") from None
+                # Of the file that was read, though its name be taken.
+                stamp = stamp_of(os.fstat(file.fileno()))
+                require_unchanged(item_hash(_line(self.paths[i], *stamp)) == self.hashes[i])
+
+
+class Located:
+    """Where files are that a table or a data set names.
+
+    Attributes:
+        names: The paths for ids: below the root, or as they stand where they lead out of it.
+        paths: The paths to open, ``""`` of rows that are refused.
+        files: ``(path, bytes, mtime_ns)`` of each; -1 for those of a file that is not there.
+        refused: Why a row is not read, by its number.
+        n_missing: How many are not there.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.paths: list[str] = []
+        self.files: list[tuple[str, int, int]] = []
+        self.refused: dict[int, str] = {}
+        self.n_missing = 0
+
+    def told(self) -> list[str]:
+        """What rows will fail, as far as it is known before they are read."""
+        whys = Counter(self.refused.values())
+        told = [f"{n:,} rows will fail: {why}" for why, n in sorted(whys.items())]
+        if self.n_missing:
+            told.append(f"{self.n_missing:,} rows will fail: their files are not there")
+        return told
+
+
+def located(paths: Iterable[str], top: Path, *, elsewhere: str) -> Located:
+    """Where files are, none of which may lie outside a folder, nor be anything but a plain file.
+
+    Args:
+        paths: As they are written, from that folder or from the root.
+        top: The folder.
+        elsewhere: Why one that leads out of it is refused.
+    """
+    found = Located()
+    base = os.path.abspath(top)
+    real = os.path.realpath(top)
+    folders: dict[str, bool] = {}
+
+    def is_inside(resolved: str) -> bool:
+        return resolved == real or resolved.startswith(real.rstrip(os.sep) + os.sep)
+
+    def look(written: str) -> tuple[str, int, int, str]:
+        """Its path below the root, bytes, mtime_ns, and why it is refused."""
+        if not written or "\0" in written:
+            return written, -1, -1, "its path " + ("has NUL in it" if written else "is missing")
+        joined = os.path.normpath(os.path.join(base, written))
+        relative = os.path.relpath(joined, base)
+        if relative == os.pardir or relative.startswith(os.pardir + os.sep):
+            return written, -1, -1, elsewhere
+        name = relative.replace(os.sep, "/")
+        folder = os.path.dirname(joined)
+        if folder not in folders:
+            folders[folder] = is_inside(os.path.realpath(folder))
+        try:
+            about = os.lstat(joined)
+            is_in = folders[folder]
+            if stat.S_ISLNK(about.st_mode):
+                is_in = is_inside(os.path.realpath(joined))
+                about = os.stat(joined) if is_in else about
+        except OSError:
+            if "\\" in written and os.sep == "/":
+                return name, -1, -1, "its file is not there, and its path has \\ where / is meant"
+            found.n_missing += 1
+            return name, -1, -1, ""
+        if not is_in:
+            return name, -1, -1, elsewhere
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait for ever
+            return name, -1, -1, "its path is that of no plain file"
+        return name, *stamp_of(about), ""
+
+    for row, written in enumerate(paths):
+        name, size_bytes, mtime_ns, why = look(written)
+        if why:
+            found.refused[row] = why
+        found.names.append(name)
+        found.paths.append("" if why else name)
+        found.files.append((name, size_bytes, mtime_ns))
+    return found
 
 
 def counted(passed_over: Counter[str]) -> str:
@@ -576,8 +669,20 @@ def counted(passed_over: Counter[str]) -> str:
     )
 
 
-def _scan(top: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
-    """``(id, bytes, mtime_ns)`` of each picture, sorted by id; and what was passed over."""
+def scan(top: Path, suffixes: Set[str]) -> tuple[list[tuple[str, int, int]], Counter[str]]:
+    """The files of some kinds below a folder, and what was passed over, by what it is.
+
+    Args:
+        top: The folder.
+        suffixes: Of the files, in lower case.
+
+    Returns:
+        ``(path below the folder, bytes, mtime_ns)`` of each, sorted; -1 for those of a link that
+        leads nowhere.
+
+    Raises:
+        DataError: A folder cannot be read.
+    """
     found: list[tuple[str, int, int]] = []
     passed_over: Counter[str] = Counter()
 
@@ -601,18 +706,17 @@ def _scan(top: Path) -> tuple[list[tuple[str, int, int]], Counter[str]]:
             suffix = os.path.splitext(name)[1].lower()
             if name.startswith("."):
                 passed_over["hidden files"] += 1
-            elif suffix not in SUFFIXES:
+            elif suffix not in suffixes:
                 passed_over[suffix if len(suffix) > 1 else "files without suffix"] += 1
             else:
-                size_bytes = mtime_ns = -1
+                stamp = (-1, -1)
                 with contextlib.suppress(OSError):  # a dangling link: its own row fails
                     about = os.stat(path)
                     if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait for ever
                         passed_over["pipes and devices"] += 1
                         continue
-                    size_bytes, mtime_ns = about.st_size, about.st_mtime_ns
-                relative = os.path.relpath(path, top).replace(os.sep, "/")
-                found.append((relative, size_bytes, mtime_ns))
+                    stamp = stamp_of(about)
+                found.append((os.path.relpath(path, top).replace(os.sep, "/"), *stamp))
     return sorted(found), passed_over
 
 
@@ -797,27 +901,34 @@ def _paths(items: Any) -> list[str] | None:
 
 
 def counted_through(
-    labels: Sequence[Any], classes: Sequence[Any] | None
+    labels: Sequence[Any], classes: Sequence[Any] | None, *, none: Sequence[Any] = ()
 ) -> tuple[Array, list[str]]:
-    """Labels as indices ``(n,)`` into their sorted names, -1 for an empty text.
-
-    Numbers may count through ``classes``.
+    """Labels as indices ``(n,)`` int32 into their sorted names, and the names.
 
     Python tells them apart, not NumPy, to which 1 and "1", or two large numbers, may be one.
+
+    Args:
+        labels: n texts, numbers or booleans; the index of the empty text is -1.
+        classes: Names that numbers may count through.
+        none: What else is no label.
+
+    Raises:
+        DataError: They are of several kinds, or one is NaN.
     """
+    given = [label for label in labels if label not in none] if none else labels
     for kinds in ((str,), (bool, np.bool_), (int, np.integer), (int, float, np.number)):
-        if all(isinstance(label, kinds) for label in labels):
+        if all(isinstance(label, kinds) for label in given):
             break
     else:
-        odd = next((type(v).__name__ for v in labels if not isinstance(v, (str, int, float))), "")
+        odd = next((type(v).__name__ for v in given if not isinstance(v, (str, int, float))), "")
         raise DataError(
             f"the labels are {'of kind ' + odd if odd else 'texts and numbers'}; give one text or "
             "one number a sample"
         )
     # Each NaN would be a class of its own.
-    if any(isinstance(label, (float, np.floating)) and np.isnan(label) for label in labels):
+    if any(isinstance(label, (float, np.floating)) and np.isnan(label) for label in given):
         raise DataError("a label is NaN; give texts, and '' where there is no label")
-    unique = sorted(set(labels) - {""})
+    unique = sorted(set(given) - {""})
     index = {label: i for i, label in enumerate(unique)}
     names = [str(label) for label in unique]
     if len(set(names)) < len(names):
@@ -1317,8 +1428,7 @@ class ItemReader:
             values = _as_array(rows)
             assert values is not None
             form = f"{values.shape[1:]} {_form(rows, values)}".encode()
-            if item_hash(form + values.tobytes()) != self.hashes[i]:
-                raise DataError("it was changed after the run had listed it")
+            require_unchanged(item_hash(form + values.tobytes()) == self.hashes[i])
             raw = rows[0]
         item = raw if self.gives_all else _input(raw)
         return (item, _label(raw, self.n_names)) if self.gives_label else item

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -16,17 +17,11 @@ import numpy as np
 
 from embedx import store
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
-from embedx.columns import Column, indexed, shortened, storable
+from embedx.columns import are_ids, indexed, is_label_name, kept, plain_name, storable
 from embedx.errors import DataError, StoreError, listed
 from embedx.matrix import Array
 from embedx.store import Embeddings, Field, Status
-from embedx.table_files import (
-    is_label_name,
-    parquet_file,
-    plain_name,
-    read_table,
-    require_bounded,
-)
+from embedx.table_files import parquet_file, read_table, require_bounded
 
 log = logging.getLogger("embedx")
 
@@ -250,13 +245,8 @@ def _of_array(values: Array, *, title: str = "the array") -> _Vectors:
     if np.ma.isMaskedArray(values):
         raise DataError(f"{title} is masked; give filled(np.nan), whose rows are failed ones")
     _require_rows(values.shape, values.dtype, title)
-
-    def blocks() -> Iterator[tuple[Array, dict[int, str]]]:
-        step = _block_rows(values.shape[1], values.dtype)
-        for start in range(0, len(values), step):
-            yield values[start : start + step], {}
-
     n, d = values.shape
+    blocks = functools.partial(_blocks, values)
     return _Vectors("array", title, "vectors", n, d, _stored(values.dtype), blocks)
 
 
@@ -272,8 +262,12 @@ def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float16 if dtype == np.float16 else np.float32)
 
 
-def _block_rows(d: int, dtype: np.dtype[Any]) -> int:
-    return max(1, _BLOCK_BYTES // (d * dtype.itemsize))
+def _blocks(rows: Array | ArrayFile) -> Iterator[tuple[Array, dict[int, str]]]:
+    step = max(1, _BLOCK_BYTES // (rows.shape[1] * rows.dtype.itemsize))
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step], {}
+    if isinstance(rows, ArrayFile):
+        rows.close()
 
 
 def _of_file(path: Path) -> _Vectors:
@@ -289,13 +283,6 @@ def _of_file(path: Path) -> _Vectors:
     ((key, chosen),) = found.items()
     _require_rows(chosen.shape, chosen.dtype, str(path))
     n, d = chosen.shape
-
-    def blocks() -> Iterator[tuple[Array, dict[int, str]]]:
-        step = _block_rows(d, chosen.dtype)
-        for start in range(0, n, step):
-            yield chosen[start : start + step], {}
-        chosen.close()
-
     ids, labels, metadata, notes = _beside(path, arrays, n)
     notes += [f"passed over: {name} {why}" for name, why in refused.items()]
     if _stored(chosen.dtype) != chosen.dtype:
@@ -307,7 +294,7 @@ def _of_file(path: Path) -> _Vectors:
         n=n,
         d=d,
         dtype=_stored(chosen.dtype),
-        blocks=blocks,
+        blocks=functools.partial(_blocks, chosen),
         ids=ids,
         labels=labels,
         metadata=metadata,
@@ -334,12 +321,13 @@ def _beside(
             names = arrays.get("label_names")
             labels = _named_labels(values, names.as_list() if names else None)
             notes.append(f"{path}: labels by {key}, {len(labels[1])} classes")
-        elif key in _ID_KEYS and _are_ids(texts := list(map(str, values))):
+        elif key in _ID_KEYS and are_ids(texts := list(map(str, values))):
             ids = texts
             notes.append(f"{path}: ids by {key}")
         else:
-            column = one[:] if one.dtype.kind in "biuf" else _shortened(values, key, notes)
-            metadata[key.removeprefix("metadata/")] = column
+            column = one[:] if one.dtype.kind in "biuf" else values
+            metadata[key.removeprefix("metadata/")], said = kept(column, key)
+            notes += said
     if metadata:
         notes.append(f"columns kept: {listed(metadata)}")
     if passed_over:
@@ -353,17 +341,6 @@ def _named_labels(values: list[Any], names: list[Any] | None) -> tuple[Array, li
     if names and are_whole and min(values) >= -1 and max(values) < len(names):
         return np.array(values, np.int32), [storable(str(name)) for name in names]
     return indexed([storable(str(value)) for value in values])
-
-
-def _are_ids(texts: Sequence[str]) -> bool:
-    return len(set(texts)) == len(texts) and all(text and storable(text) == text for text in texts)
-
-
-def _shortened(texts: Sequence[str], name: str, notes: list[str]) -> Column:
-    column, n_cut = shortened(texts)
-    if n_cut:
-        notes.append(f"{n_cut:,} texts of {name} are cut to 1,024 bytes")
-    return column
 
 
 # --------------------------------------------------------------------------- parquet
@@ -391,31 +368,20 @@ def _of_parquet(path: Path) -> _Vectors:
     own = np.dtype(kind.value_type.to_pandas_dtype())
     _require_rows((table.n, d), own, f"the column {name} of {path}")
 
-    def blocks() -> Iterator[tuple[Array, dict[int, str]]]:
-        for part in _lists(path, name):
-            yield _block(part, d)
-
     notes: list[str] = []
-    ids: list[str] | None = None
-    labels = None
-    metadata: dict[str, Any] = {}
-    for column in table.names:
-        if labels is None and is_label_name(column):
-            labels = table.labels(column)
-            notes.append(f"{path}: labels by column {column}, {len(labels[1])} classes")
-        elif ids is None and plain_name(column) in _ID_KEYS and _are_ids(table.texts(column)):
-            ids = table.texts(column)
-            notes.append(f"{path}: ids by column {column}")
-        else:
-            values = table.column(column)
-            if isinstance(values, list):
-                values = _shortened(values, column, notes)
-            metadata[column] = values
+    by_label = next(filter(is_label_name, table.names), None)
+    labels = None if by_label is None else table.labels(by_label)
+    if labels is not None:
+        notes.append(f"{path}: labels by column {by_label}, {len(labels[1])} classes")
+    named = (one for one in table.names if plain_name(one) in _ID_KEYS)
+    by_id = next((one for one in named if are_ids(table.texts(one))), None)
+    if by_id is not None:
+        notes.append(f"{path}: ids by column {by_id}")
+    taken = (by_label, by_id)
+    metadata, cut = table.kept(one for one in table.names if one not in taken)
     if metadata:
         notes.append(f"columns kept: {listed(metadata)}")
-    others = [f"{other} ({about})" for other, about in table.homeless.items() if other != name]
-    if others:
-        notes.append(f"passed over: {listed(others)}")
+    notes += [*cut, *table.passed_over(taken=name)]
     if _stored(own) != own:
         notes.append(f"{path}: numbers of {own} are kept as float32")
     return _Vectors(
@@ -425,8 +391,8 @@ def _of_parquet(path: Path) -> _Vectors:
         n=table.n,
         d=d,
         dtype=_stored(own),
-        blocks=blocks,
-        ids=ids,
+        blocks=lambda: (_block(part, d) for part in _lists(path, name)),
+        ids=None if by_id is None else table.texts(by_id),
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),

@@ -1,18 +1,12 @@
 """Pictures that a table lists, with all its columns."""
 
-import os
-import stat
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from embedx.columns import Column, shortened, storable, unique_names
-from embedx.data import FileReader, Source, file_hashes, limited, name_of
+from embedx.columns import plain_name, storable, unique_names
+from embedx.data import FileReader, Located, Source, file_hashes, limited, located, name_of
 from embedx.errors import ConfigError, DataError, listed, short
-from embedx.table_files import Table, label_column, plain_name, read_table, require_column
+from embedx.table_files import Table, label_column, read_table, require_column
 
 # Names of columns, in lower case and without what separates words in them.
 PATH_NAMES = frozenset(
@@ -67,23 +61,14 @@ def table(
     top = where.parent if root is None else Path(root).expanduser()
     if not top.is_dir():
         raise DataError(f"data.root {root} is no folder; name the one that the paths count from")
-    located = _located(read.texts(by), top)
-    if len(located.refused) + located.n_missing == read.n:
-        raise _none_there(located, read, by, top)
-    ids, notes = _ids(read, located.names, id)
-    labels = np.full(read.n, -1, np.int32)
-    label_names: list[str] = []
-    if label_by is not None:
-        labels, label_names = read.labels(label_by)
-    kept = [name for name in read.names if name not in (label_by, by if id is None else id)]
-    metadata: dict[str, Any] = {}
-    n_cut: Counter[str] = Counter()
-    for name in kept:
-        values: Column = read.column(name)
-        if isinstance(values, list):
-            values, n_cut[name] = shortened(values)
-        metadata[name] = values
-    fingerprint, hashes = file_hashes(located.files)
+    found = located(read.texts(by), top, elsewhere=_ELSEWHERE)
+    if len(found.refused) + found.n_missing == read.n:
+        raise _none_there(found, read, by, top)
+    ids, notes = _ids(read, found.names, id)
+    labels, label_names = read.labels(label_by)
+    taken = (label_by, by if id is None else id)
+    metadata, cut = read.kept(name for name in read.names if name not in taken)
+    fingerprint, hashes = file_hashes(found.files)
     said = f"{path}: {read.n:,} rows, pictures by column {by}"
     if label_by is None:
         said += ", no labels"
@@ -93,23 +78,20 @@ def table(
             said += f", {unlabelled:,} unlabelled"
     said += ", the first of more" if read.is_cut else ""
     notes = [said, *notes]
-    if kept:
-        notes.append(f"columns kept: {listed(kept)}")
-    passed_over = [*read.notes, *(f"{name} ({kind})" for name, kind in read.homeless.items())]
-    if passed_over:
-        notes.append(f"passed over: {listed(passed_over)}")
-    notes += [f"{n:,} texts of {name} are cut to 1,024 bytes" for name, n in n_cut.items() if n]
+    if metadata:
+        notes.append(f"columns kept: {listed(metadata)}")
+    notes += [*read.passed_over(), *cut]
     return Source(
         name=name_of(where.with_suffix("")),
         ids=ids,
-        read=FileReader(str(top), tuple(located.paths), hashes, located.refused),
+        read=FileReader(str(top), tuple(found.paths), hashes, found.refused),
         fingerprint=fingerprint,
         item_hashes=hashes,
         labels=labels if label_names else None,
         label_names=label_names,
         metadata=metadata,
         notes=tuple(notes),
-        warnings=tuple(_told(located)),
+        warnings=tuple(found.told()),
         root=top,
         reads_files=True,
     )
@@ -154,86 +136,10 @@ def _ids(read: Table, paths: Sequence[str], column: str | None) -> tuple[list[st
 # --------------------------------------------------------------------------- files
 
 
-class _Located:
-    """Where the files of a table are.
-
-    Attributes:
-        names: The paths for ids: below the root, or as they stand where they lead out of it.
-        paths: The paths to open, ``""`` of rows that are refused.
-        files: ``(path, bytes, mtime_ns)`` of each; -1 for those of a file that is not there.
-        refused: Why a row is not read, by its number.
-        n_missing: How many are not there.
-    """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.paths: list[str] = []
-        self.files: list[tuple[str, int, int]] = []
-        self.refused: dict[int, str] = {}
-        self.n_missing = 0
-
-
-def _located(paths: Sequence[str], top: Path) -> _Located:
-    found = _Located()
-    base = os.path.abspath(top)
-    real = os.path.realpath(top)
-    folders: dict[str, bool] = {}
-
-    def is_inside(resolved: str) -> bool:
-        return resolved == real or resolved.startswith(real.rstrip(os.sep) + os.sep)
-
-    def look(written: str) -> tuple[str, int, int, str]:
-        """Its path below the root, bytes, mtime_ns, and why it is refused."""
-        if not written or "\0" in written:
-            return written, -1, -1, "its path " + ("has NUL in it" if written else "is missing")
-        joined = os.path.normpath(os.path.join(base, written))
-        relative = os.path.relpath(joined, base)
-        if relative == os.pardir or relative.startswith(os.pardir + os.sep):
-            return written, -1, -1, _ELSEWHERE
-        name = relative.replace(os.sep, "/")
-        folder = os.path.dirname(joined)
-        if folder not in folders:
-            folders[folder] = is_inside(os.path.realpath(folder))
-        try:
-            about = os.lstat(joined)
-            is_in = folders[folder]
-            if stat.S_ISLNK(about.st_mode):
-                is_in = is_inside(os.path.realpath(joined))
-                about = os.stat(joined) if is_in else about
-        except OSError:
-            if "\\" in written and os.sep == "/":
-                return name, -1, -1, "its file is not there, and its path has \\ where / is meant"
-            found.n_missing += 1
-            return name, -1, -1, ""
-        if not is_in:
-            return name, -1, -1, _ELSEWHERE
-        if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait for ever
-            return name, -1, -1, "its path is that of no plain file"
-        return name, about.st_size, about.st_mtime_ns, ""
-
-    for row, written in enumerate(paths):
-        name, size_bytes, mtime_ns, why = look(written)
-        if why:
-            found.refused[row] = why
-        found.names.append(name)
-        found.paths.append("" if why else name)
-        found.files.append((name, size_bytes, mtime_ns))
-    return found
-
-
-def _none_there(found: _Located, read: Table, by: str, top: Path) -> DataError:
+def _none_there(found: Located, read: Table, by: str, top: Path) -> DataError:
     first = short(repr(read.texts(by)[0]))
     why = found.refused.get(0, f"there is no such file below {top.resolve()}")
     return DataError(
         f"none of the {read.n:,} pictures of {read.path} can be read (the first, {first}: {why}); "
         f"name the folder that the paths in column {by} count from: data.root=FOLDER"
     )
-
-
-def _told(found: _Located) -> list[str]:
-    """What rows will fail, as far as it is known before they are read."""
-    whys: Counter[str] = Counter(found.refused.values())
-    told = [f"{n:,} rows will fail: {why}" for why, n in sorted(whys.items())]
-    if found.n_missing:
-        told.append(f"{found.n_missing:,} rows will fail: their files are not there")
-    return told

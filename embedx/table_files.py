@@ -4,37 +4,32 @@ import contextlib
 import csv
 import dataclasses
 import itertools
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from embedx.arrow_files import reading, unpacked_bytes
 from embedx.columns import (
-    TEXT_BYTES_MOST,
+    COLUMNS_MOST,
     Column,
     from_arrow,
     from_texts,
+    has_place,
     indexed,
-    storable,
+    is_label_name,
+    is_text,
+    kept,
+    require_fit,
+    require_ids,
+    require_labels,
 )
-from embedx.errors import (
-    ConfigError,
-    DataError,
-    first_line,
-    listed,
-    missing_extra,
-    nearest,
-    short,
-)
+from embedx.errors import ConfigError, DataError, listed, missing_extra, nearest, short
 from embedx.matrix import Array
 
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 ROWS_MOST = 10_000_000
-COLUMNS_MOST = 1_000
 BYTES_MOST = 4 * 2**30
 _LINE_BYTES = 2**24
-_PACKED_BYTES, _PACKED_MOST = 2**26, 200
 _BATCH_ROWS = 65_536
 _OTHER_SEPARATORS = ";\t|,"
 
@@ -77,22 +72,22 @@ class Table:
         column = from_arrow(cells)
         if isinstance(column, list):
             return column
-        texts = _as_strings(cells).to_pylist()
+        texts = cells.cast("string").to_pylist()
         return ["" if text in (None, "nan") else text for text in texts]
 
-    def labels(self, name: str) -> tuple[Array, list[str]]:
+    def labels(self, name: str | None) -> tuple[Array, list[str]]:
         """A column as labels: indices ``(n,)`` into their names, -1 for none, and the names.
+
+        Args:
+            name: Of the column; None for no labels.
 
         Raises:
             DataError: One is longer than a file keeps, or has NUL in it.
         """
+        if name is None:
+            return indexed([""] * self.n)
         texts = self.texts(name)
-        odd = next((text for text in dict.fromkeys(texts) if storable(text) != text), None)
-        if odd is not None:
-            raise DataError(
-                f"a label in column {name} of {self.path}, {short(repr(odd), most=40)}, has "
-                f"{_UNSTORABLE}; shorten it, or choose another column"
-            )
+        require_labels(texts, f"column {name} of {self.path}")
         return indexed(texts)
 
     def ids(self, name: str) -> list[str]:
@@ -102,18 +97,23 @@ class Table:
             DataError: One is empty, comes twice, is longer than a file keeps, or has NUL in it.
         """
         texts = self.texts(name)
-        twice, count = Counter(texts).most_common(1)[0]
-        why = f"comes {count} times" if count > 1 else ""
-        odd = twice
-        if not why:
-            odd = next((text for text in texts if not text or storable(text) != text), "")
-            why = f"has {_UNSTORABLE}" if odd else "is empty" if "" in texts else ""
-        if why:
-            raise DataError(
-                f"the id {short(repr(odd), most=40)} in column {name} of {self.path} {why}; make "
-                "the ids unique texts, or choose another column"
-            )
+        require_ids(texts, f"column {name} of {self.path}")
         return texts
+
+    def kept(self, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+        """Columns as a file keeps them, and what is to be said of texts that are cut for that."""
+        columns: dict[str, Any] = {}
+        notes: list[str] = []
+        for name in names:
+            columns[name], said = kept(self.column(name), name)
+            notes += said
+        return columns, notes
+
+    def passed_over(self, *, taken: str = "") -> list[str]:
+        """What is passed over, for the user, but for the column ``taken``."""
+        others = [f"{name} ({kind})" for name, kind in self.homeless.items() if name != taken]
+        said = [*self.notes, *others]
+        return [f"passed over: {listed(said)}"] if said else []
 
 
 def require_column(
@@ -135,11 +135,24 @@ def require_column(
             f"data.{key}={name}: that column of {read.path} is {read.homeless[name]}{instead}"
         )
     if name not in read.names:
-        raise ConfigError(
-            f"data.{key}={name} is no column of {read.path}; the nearest are "
-            f"{', '.join(map(short, nearest(name, read.names)))}, and all are {listed(read.names)}"
-        )
+        raise no_column(key, name, read.names, str(read.path))
     return name
+
+
+def no_column(key: str, name: str, names: Collection[str], where: str) -> ConfigError:
+    """The error for a column that is not there.
+
+    Args:
+        key: Of the setting that names it.
+        name: Of the column.
+        names: Of those that are there.
+        where: What has them.
+    """
+    shown = listed([short(one) for one in names]) or "none"
+    return ConfigError(
+        f"data.{key}={name} is no column of {where}; the nearest are "
+        f"{', '.join(map(short, nearest(name, names)))}, and all are {shown}"
+    )
 
 
 def label_column(read: Table, label: str | None, *, taken: Sequence[str | None]) -> str | None:
@@ -153,31 +166,25 @@ def label_column(read: Table, label: str | None, *, taken: Sequence[str | None])
     if label is not None:
         return require_column(read, label, "label")
     found = [name for name in read.names if is_label_name(name) and name not in taken]
-    if len(found) > 1:
+    return only_label(found, str(read.path))
+
+
+def only_label(names: Sequence[str], where: str) -> str | None:
+    """The column of labels where it may be only one; None where there is none.
+
+    Args:
+        names: Of the columns that could be it.
+        where: What has them.
+
+    Raises:
+        ConfigError: There are several.
+    """
+    if len(names) > 1:
         raise ConfigError(
-            f"{read.path} has the columns {listed(found)}; say which has the labels: "
-            f"data.label={found[0]}, or none"
+            f"{where} has the columns {listed(names)}; say which has the labels: "
+            f"data.label={names[0]}, or none"
         )
-    return found[0] if found else None
-
-
-_UNSTORABLE = f"NUL in it, or more than {TEXT_BYTES_MOST:,} bytes"
-
-
-def plain_name(name: str) -> str:
-    """A name in lower case without what separates words in it."""
-    return re.sub(r"[\s_.-]", "", name).casefold()
-
-
-def is_label_name(name: str) -> bool:
-    """Whether a column of this name is that of the labels."""
-    return plain_name(name) in ("label", "class", "target")
-
-
-def _as_strings(cells: Any) -> Any:
-    import pyarrow as pa
-
-    return cells.cast(pa.string())
+    return next(iter(names), None)
 
 
 def read_table(path: Path, *, limit: int | None = None, delimiter: str | None = None) -> Table:
@@ -274,7 +281,7 @@ def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Tab
                 f"the first line of {path} is one cell, {short(header[0])!r}, if {delimiter!r} "
                 f"separates them; is it {found[0]!r}? give data.delimiter"
             )
-    _require_fit(path, header)
+    require_fit(str(path), header)
     rows: list[list[str]] = []
     n_blank = 0
     is_cut = False
@@ -305,21 +312,6 @@ def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Tab
     return Table(path, names, len(rows), is_cut, {}, tuple(notes), columns)
 
 
-def _require_fit(path: Path, names: Sequence[str]) -> None:
-    """Refuse names that come twice, and more columns than a file keeps."""
-    if len(names) > COLUMNS_MOST:
-        raise DataError(
-            f"{path} has {len(names):,} columns, and at most {COLUMNS_MOST:,} are read; keep those "
-            "that say something of a sample"
-        )
-    twice = [name for name, count in Counter(names).items() if count > 1 and name]
-    if twice:
-        raise DataError(
-            f"{path} has the column {short(twice[0])!r} {names.count(twice[0])} times; give each a "
-            "name of its own"
-        )
-
-
 def _too_many(path: Path) -> DataError:
     return DataError(f"{path} has more than {ROWS_MOST:,} rows; split it into several tables")
 
@@ -340,22 +332,14 @@ def parquet_file(path: Path, **options: Any) -> Iterator[Any]:
         DependencyError: pyarrow is not installed.
     """
     try:
-        import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
         raise missing_extra("pyarrow", extra="data", needed_for=f"reading {path}") from None
-    try:
-        with parquet.ParquetFile(path, **options) as opened:
-            yield opened
-    except DataError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
-        raise DataError(
-            f"{path} is damaged or no parquet file ({short(first_line(error))}); write it anew"
-        ) from None
+    with reading(str(path)), parquet.ParquetFile(path, **options) as opened:
+        yield opened
 
 
-def require_bounded(path: Path, opened: Any, columns: Sequence[str]) -> None:
+def require_bounded(path: Path, opened: Any, columns: Collection[str]) -> None:
     """Refuse a parquet file of more rows, or larger columns, than is sensible.
 
     A kilobyte can declare a thousand million equal rows.
@@ -366,37 +350,21 @@ def require_bounded(path: Path, opened: Any, columns: Sequence[str]) -> None:
     about = opened.metadata
     if about.num_rows > ROWS_MOST:
         raise _too_many(path)
-    wanted = set(columns)
-    n_bytes = 0
-    for group in range(about.num_row_groups):
-        row_group = about.row_group(group)
-        for i in range(about.num_columns):
-            chunk = row_group.column(i)
-            name = chunk.path_in_schema
-            if name not in wanted and name.partition(".")[0] not in wanted:
-                continue
-            size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
-            n_bytes += size
-            if size > max(_PACKED_BYTES, packed * _PACKED_MOST):
-                raise DataError(
-                    f"the column {short(name, most=40)} of {path} is {size:,} bytes packed into "
-                    f"{packed:,}, which no texts or numbers of a table are; write it without "
-                    "that column"
-                )
-        if n_bytes > BYTES_MOST:
-            raise DataError(
-                f"{path} holds more than 4 GiB in {listed(columns)}; keep fewer columns or rows"
-            )
+    size_bytes = path.stat().st_size
+    if unpacked_bytes(str(path), about, size_bytes=size_bytes, columns=columns) > BYTES_MOST:
+        raise DataError(
+            f"{path} holds more than 4 GiB in {listed(columns)}; keep fewer columns or rows"
+        )
 
 
 def _read_parquet(path: Path, limit: int | None) -> Table:
     with parquet_file(path) as opened:
         if opened.metadata.num_columns > 2 * COLUMNS_MOST:
-            _require_fit(path, [""] * opened.metadata.num_columns)
+            require_fit(str(path), [""] * opened.metadata.num_columns)
         schema = opened.schema_arrow
-        _require_fit(path, schema.names)
+        require_fit(str(path), schema.names)
         homes = [field for field in schema if field.name and has_place(field.type)]
-        texts = [field.name for field in homes if _is_text(field.type)]
+        texts = [field.name for field in homes if is_text(field.type)]
     homeless = {
         field.name: short(str(field.type), most=40) for field in schema if field not in homes
     }
@@ -434,16 +402,3 @@ def _batches(
             break
     chunked = {name: pa.chunked_array(part) for name, part in parts.items() if part}
     return chunked, min(n, most), n > most or opened.metadata.num_rows > most
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def has_place(kind: Any) -> bool:
-    """Whether a column of an Arrow type is one of numbers, booleans or texts."""
-    import pyarrow as pa
-
-    return from_arrow(pa.array([], kind)) is not None

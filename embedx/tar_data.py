@@ -19,10 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from embedx import data as sources
-from embedx.columns import from_values, shortened
+from embedx.columns import LABEL_NAMES, from_values, indexed, kept
 from embedx.data import Shards, Source
-from embedx.errors import ConfigError, DataError, first_line, listed
-from embedx.matrix import Array
+from embedx.errors import DataError, first_line, listed
 
 _BLOCK = 512  # of a tar file
 _TEXT_MOST = 2**20  # bytes of a member that says something of a sample
@@ -30,7 +29,6 @@ _MEMBER_MOST = 2**29
 # Deflate makes at most a thousand bytes of one; pictures, which are compressed, hardly two.
 _INFLATED_MOST, _INFLATED_FREE = 100, 2**28
 _PACKED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
-_LABEL_KEYS = ("label", "class", "target")
 
 
 def webdataset(
@@ -58,8 +56,7 @@ def webdataset(
     References:
         The WebDataset format: https://github.com/webdataset/webdataset
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"data.limit must be at least 1, not {limit}")
+    sources.limited(0, limit)
     places = _places(path)
     names = _names(places)
     found = [_about(place) for place in places]
@@ -145,8 +142,7 @@ def _run_name(places: Sequence[str]) -> str:
 def _about(place: str) -> tuple[Any, ...]:
     """Size and time of a shard, or what else its place knows of it."""
     if "://" not in place:
-        about = os.stat(place)
-        return about.st_size, about.st_mtime_ns
+        return sources.stamp_of(os.stat(place))
     with _said(place):
         import fsspec
 
@@ -264,9 +260,8 @@ def _source(path: Path, name: str, *, item: str, label: str | None, most: int | 
         samples = list(itertools.islice(_samples(members), most))
         told = [_told(file, sample) for sample in samples]
     labels = [_label(sample, texts, label) for sample, texts in zip(samples, told, strict=True)]
-    label_names = sorted(set(labels) - {""}, key=sources.numbers_first)
-    index = {text: i for i, text in enumerate(label_names)}
-    metadata, without = _metadata(told)
+    indices, label_names = indexed(labels)  # put into one order where shards are joined
+    metadata, without, cut = _metadata(told)
     chosen = [_chosen(sample, item) for sample in samples]
     ids = [f"{name}/{sample.key}" for sample in samples]
     hashes = [
@@ -274,23 +269,24 @@ def _source(path: Path, name: str, *, item: str, label: str | None, most: int | 
         for one, sample in zip(chosen, samples, strict=True)
     ]
     passed_over.update(without)
-    counted = sources.counted(passed_over)
+    notes = [f"passed over: {sources.counted(passed_over)}"] if passed_over else []
+    notes += cut
     return Source(
         name=name,
         ids=ids,
         read=_Reader(
             str(path),
-            (about.st_size, about.st_mtime_ns),
+            sources.stamp_of(about),
             tuple(chosen),
             tuple(sample.fault for sample in samples),
             is_picture=item == "picture",
         ),
         fingerprint=hashlib.sha256(np.array(hashes, np.uint64).tobytes()).hexdigest(),
         item_hashes=np.array(hashes, np.uint64),
-        labels=np.array([index.get(text, -1) for text in labels], np.int32) if index else None,
+        labels=indices if label_names else None,
         label_names=label_names,
         metadata=metadata,
-        notes=(f"{name}: passed over: {counted}",) if counted else (),
+        notes=tuple(f"{name}: {said}" for said in notes),
         warnings=tuple(aloud),
         root=None,
         reads_files=item == "picture",
@@ -413,7 +409,7 @@ def _bytes(file: BinaryIO, member: _Member) -> bytes:
 def _label(sample: _Sample, told: dict[str, Any], label: str | None) -> str:
     if label == "none":
         return ""
-    keys = ("cls", *_LABEL_KEYS) if label is None else (label,)
+    keys = ("cls", *LABEL_NAMES) if label is None else (label,)
     for key in keys:
         value = told.get(key) if key in ("cls", "txt") else told.get("json", {}).get(key)
         if isinstance(value, (str, int, float)):
@@ -425,11 +421,11 @@ def _label(sample: _Sample, told: dict[str, Any], label: str | None) -> str:
 
 def _metadata(
     told: Sequence[dict[str, Any]],
-) -> tuple[dict[str, Array | Sequence[str]], Counter[str]]:
-    """Columns of the keys of the ``json`` and of ``txt``, and what has no place in one."""
+) -> tuple[dict[str, Any], Counter[str], list[str]]:
+    """Columns of the keys of the ``json`` and of ``txt``, what has no place, which are cut."""
     rows = [one.get("json", {}) for one in told]
     keys = dict.fromkeys(key for row in rows for key in row if key and "\0" not in key)
-    columns: dict[str, Array | Sequence[str]] = {}
+    columns: dict[str, Any] = {}
     passed_over: Counter[str] = Counter()
     for key in keys:
         values = from_values([row.get(key) for row in rows])
@@ -439,18 +435,17 @@ def _metadata(
             columns[key] = values
     if any("txt" in one for one in told):
         columns["txt" if "txt" not in columns else "txt_"] = [one.get("txt", "") for one in told]
+    cut: list[str] = []
     for name, column in columns.items():
-        if isinstance(column, list):
-            columns[name], n_cut = shortened(column)
-            if n_cut:
-                passed_over[f"ends of long texts in {name}"] += n_cut
-    return columns, passed_over
+        columns[name], said = kept(column, name)
+        cut += said
+    return columns, passed_over, cut
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
     path: str
-    about: tuple[int, int]
+    stamp: tuple[int, int]
     members: tuple[_Member | None, ...]
     faults: tuple[str, ...]
     is_picture: bool
@@ -463,7 +458,5 @@ class _Reader:
             raise DataError("it has no " + ("picture" if self.is_picture else "such member"))
         with open(self.path, "rb") as file:
             data = _bytes(file, member)
-            about = os.fstat(file.fileno())
-        if (about.st_size, about.st_mtime_ns) != self.about:
-            raise DataError("its shard was changed after the run had listed it")
+            sources.require_unchanged(sources.stamp_of(os.fstat(file.fileno())) == self.stamp)
         return sources.decode_bytes(data) if self.is_picture else data.decode("utf-8-sig")

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from embedx import data
-from embedx.columns import TEXT_BYTES_MOST, shortened
+from embedx.columns import TEXT_BYTES_MOST, kept
 from embedx.data import Array, Source
-from embedx.errors import ConfigError, DataError, listed
+from embedx.errors import ConfigError, DataError
 from embedx.table_files import SEPARATORS, label_column, read_table, require_column
 
 _LINES = ".txt"
@@ -67,20 +66,6 @@ def text(
     return _table(file, column=column, label=label, id=id, limit=limit)
 
 
-def _file_name(file: Path) -> str:
-    return os.fsencode(file.name).decode(errors="backslashreplace")
-
-
-def _kept(texts: Sequence[str], name: str) -> tuple[list[str], list[str]]:
-    """Texts as a column of the file, and a note where they are cut."""
-    short, n_cut = shortened(texts)
-    note = (
-        f"{name}: the column text keeps 1,024 bytes of each, and {n_cut:,} of {len(short):,} are "
-        "longer; the model gets them whole"
-    )
-    return short, [note] if n_cut else []
-
-
 def _require_text(found: str) -> str:
     if not found.strip():
         raise DataError("the text is empty")
@@ -102,8 +87,8 @@ class _LineReader:
             file.seek(self.starts[i])
             line = file.read(int(self.ends[i] - self.starts[i]))
             after = file.read(1)
-        if data.item_hash(line) != self.hashes[i] or after not in (b"", b"\r", b"\n"):
-            raise DataError("it was changed after the run had listed it")
+        is_whole = after in (b"", b"\r", b"\n")
+        data.require_unchanged(is_whole and data.item_hash(line) == self.hashes[i])
         try:
             return line.decode()
         except UnicodeDecodeError:
@@ -112,7 +97,7 @@ class _LineReader:
 
 def _lines(file: Path, *, limit: int | None) -> Source:
     data.limited(1, limit)
-    name = _file_name(file)
+    name = data.name_of(file)
     ids: list[str] = []
     starts: list[int] = []
     ends: list[int] = []
@@ -146,8 +131,8 @@ def _lines(file: Path, *, limit: int | None) -> Source:
     if not ids:
         what = "only blank lines" if n_blank else "empty"
         raise DataError(f"data.path {file} is {what}; give at least one line of text")
-    short, notes = _kept(texts, name)
-    note = f"{name}: {len(ids):,} lines"
+    column, notes = kept(texts, "text", is_item=True)
+    note = f"{file}: {len(ids):,} lines"
     note += ", the first of more" if more else ""
     if n_blank:
         notes.insert(0, f"passed over: {n_blank:,} blank lines")
@@ -158,7 +143,7 @@ def _lines(file: Path, *, limit: int | None) -> Source:
         read=_LineReader(str(file), np.array(starts), np.array(ends), each),
         fingerprint=digest.hexdigest(),
         item_hashes=each,
-        metadata={"text": short},
+        metadata={"text": column},
         notes=(note, *notes),
     )
 
@@ -202,7 +187,6 @@ def _table(
     file: Path, *, column: str | None, label: str | None, id: str | None, limit: int | None
 ) -> Source:
     data.limited(1, limit)
-    name = _file_name(file)
     table = read_table(file, limit=limit)
     if column is None:
         raise ConfigError(
@@ -220,44 +204,29 @@ def _table(
         )
     texts = table.texts(column)
     ids = [f"row-{i + 1:06d}" for i in range(table.n)] if id is None else table.ids(id)
-    labels, names = (None, list[str]()) if label is None else table.labels(label)
-    short, notes = _kept(texts, name)
-    metadata: dict[str, Array | Sequence[str]] = {"text": short}
-    for key in table.names:
-        if key in chosen:
-            continue
-        values = table.column(key)
-        if isinstance(values, list):
-            values, n_cut = shortened(values)
-            if n_cut:
-                notes.append(
-                    f"{name}: {n_cut:,} of {table.n:,} values of {key} are cut to 1,024 bytes"
-                )
-        kept = key + "_" * (key in metadata)
-        if kept != key:
-            notes.append(
-                f"{name}: the column {key} is kept as {kept}, beside the texts of {column}"
-            )
-        metadata[kept] = values
+    labels, names = table.labels(label)
+    column_kept, notes = kept(texts, "text", is_item=True)
+    others, cut = table.kept(name for name in table.names if name not in chosen)
+    if "text" in others:
+        notes.append(f"the column text is kept as text_, beside the texts of {column}")
+    renamed = {name + "_" * (name == "text"): values for name, values in others.items()}
     fingerprint, hashes = _hashes(texts)
-    note = f"{name}: {table.n:,} texts of {column}, {len(names) or 'no'} classes"
+    note = f"{file}: {table.n:,} texts of {column}, {len(names) or 'no'} classes"
     note += f" of {label}" if label is not None else ""
     note += ", the first of more" if table.is_cut else ""
     n_empty = sum(not one.strip() for one in texts)
     if n_empty:
-        notes.insert(0, f"{name}: {n_empty:,} of {table.n:,} texts are empty; their rows fail")
-    passed_over = [*table.notes, *(f"{one} ({kind})" for one, kind in table.homeless.items())]
-    if passed_over:
-        notes.append(f"{name}: passed over: {listed(passed_over)}")
+        notes.insert(0, f"{n_empty:,} of {table.n:,} texts are empty; their rows fail")
+    notes += [*cut, *table.passed_over()]
     return Source(
-        name=name,
+        name=data.name_of(file),
         ids=ids,
         read=_TextReader(texts),
         fingerprint=fingerprint,
         item_hashes=hashes,
         labels=labels if names else None,
         label_names=names,
-        metadata=metadata,
+        metadata={"text": column_kept, **renamed},
         notes=(note, *notes),
     )
 
@@ -300,7 +269,8 @@ def in_memory(items: Sequence[Any], *, labels: Any = None, ids: Any = None) -> S
     texts = list(items.tolist() if isinstance(items, np.ndarray) else items)
     base = data.in_memory(texts, labels=labels, ids=ids)
     fingerprint, hashes = _hashes(texts)
-    short, notes = _kept([one if isinstance(one, str) else "" for one in texts], "texts")
+    own = [one if isinstance(one, str) else "" for one in texts]
+    column, notes = kept(own, "text", is_item=True)
     n_classes = len(base.label_names) or "no"
     return dataclasses.replace(
         base,
@@ -308,6 +278,6 @@ def in_memory(items: Sequence[Any], *, labels: Any = None, ids: Any = None) -> S
         read=_ListReader(texts),
         fingerprint=fingerprint,
         item_hashes=hashes,
-        metadata={"text": short},
+        metadata={"text": column},
         notes=(f"texts: {len(texts):,} texts, {n_classes} classes", *notes),
     )

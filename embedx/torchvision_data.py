@@ -24,6 +24,7 @@ from embedx.data import (
     hashed_rows,
     in_memory,
     limited,
+    stamp_of,
     whole_label,
 )
 from embedx.errors import (
@@ -289,8 +290,8 @@ def _source(items: Any, *, name: str, root: str, split: str | None, limit: int |
         fingerprint, hashes = hashed_rows(pixels[:n], "uint8")
         source = dataclasses.replace(source, fingerprint=fingerprint, item_hashes=hashes)
     if labels is not None:
-        indices, names = _named(labels[:n], classes)
-        source = dataclasses.replace(source, labels=indices, label_names=names)
+        indices, names = counted_through(labels[:n], classes, none=(-1,))
+        source = dataclasses.replace(source, labels=indices if names else None, label_names=names)
     counted = f"{len(source.label_names) or 'no'} classes"
     note = f"{name}{f', {part}' * bool(part)}: {n:,} pictures, "
     note += "labels in the items" if source.labels_in_items else counted
@@ -365,19 +366,6 @@ def _some(items: Any, rows: Iterable[int]) -> Iterator[tuple[int, Any]]:
                     part.close()
 
 
-def _named(
-    labels: Sequence[int] | None, classes: list[str] | None
-) -> tuple[Array | None, list[str]]:
-    """Labels as indices into the names of those that are there."""
-    given = [] if labels is None else list(labels)
-    present = [label for label in given if label != -1]
-    if not present:
-        return None, []
-    indices = np.full(len(given), -1, np.int32)
-    indices[np.array(given) != -1], names = counted_through(present, classes)
-    return indices, names
-
-
 def _passed_over(items: Any, n: int, name: str) -> str:
     """What the targets are where they are no whole numbers; "" where they are, or cannot be read.
 
@@ -441,7 +429,7 @@ def _of_files(paths: Sequence[str], root: str) -> Source:
     for path in paths:
         try:
             about = os.stat(os.path.join(root, *path.split("/")))
-            stated.append((path, about.st_size, about.st_mtime_ns))
+            stated.append((path, *stamp_of(about)))
         except OSError:  # its own row fails
             stated.append((path, -1, -1))
     fingerprint, hashes = file_hashes(stated)

@@ -128,7 +128,7 @@ def test_texts_are_items_and_a_column_of_metadata(tmp_path: Path) -> None:
     kept = source.metadata["text"]
     assert kept[:1] + kept[2:4] + kept[5:] == ["kurz", "", "", "\\xff\\xfe"]
     assert all(len(text.encode()) <= 1024 for text in kept)
-    assert any("2 texts of text to 1,024 bytes" in note for note in source.notes)
+    assert any("2 texts of text are cut to 1,024 bytes; the model" in note for note in source.notes)
     assert list(source.label_names) == ["0", "1"]
 
 
@@ -165,7 +165,7 @@ def test_a_bad_cell_fails_alone_and_a_path_does_not_leave_the_folder(tmp_path: P
             except (DataError, OSError) as error:
                 found[i] = str(error)
         assert (found[0], found[1], found[9]) == ((6, 9), (9, 6), (9, 6))  # upright
-        assert all("leaves the folder" in found[i] for i in (2, 3, 4)), found
+        assert all("leads out of the folder" in found[i] for i in (2, 3, 4)), found
         assert "No such file" in found[5]
         assert "not a picture of the formats" in found[6]
         assert found[8] == "it has no picture in the column image"
@@ -196,13 +196,13 @@ MISTAKES: dict[str, tuple[type[Exception], str]] = {
     "path=both split=tset": (ConfigError, "has no split 'tset'; choose one of: train, test"),
     "path=one split=train": (ConfigError, "data.split=train has no use"),
     "path=all.parquet split=x": (ConfigError, "data.split=x has no use for one file"),
-    "path=one column=imag": (ConfigError, "data.column=imag: there is no such column; the nearest"),
+    "path=one column=imag": (ConfigError, "data.column=imag is no column of .*; the nearest"),
     "path=one column=tags": (ConfigError, "neither pictures nor texts; choose one of: image, cap"),
     "path=one label=tags": (ConfigError, "data.label=tags holds list"),
     "path=one label=lable": (ConfigError, "the nearest are label"),
     "path=one id=caption2": (ConfigError, "data.id=caption2"),
-    "path=one id=label": (DataError, "the id '[-0-9]+' of label is there . times"),
-    "path=one id=count": (DataError, "row 1 has no id in count"),
+    "path=one id=label": (DataError, "the id '[-0-9]+' in column label of .*one comes . times"),
+    "path=one id=count": (DataError, "the id of row 1 in column count of .*one is empty"),
     "path=hub/README.md": (DataError, "is no .parquet or .arrow file"),
 }
 
@@ -251,10 +251,10 @@ def is_a_pipe(path: Path) -> None:
 
 HOSTILE: dict[Callable[[Path], None], str] = {
     declares_many: "declares 10,000,000 rows and has",
-    is_a_bomb: "bytes of image become 270,0",
-    has_one_name_twice: "has 2 columns called 'text'",
+    is_a_bomb: "bytes of the column image become 270,0",
+    has_one_name_twice: "has the column 'text' 2 times",
     has_no_row: "holds no row",
-    is_cut: "cannot be read",
+    is_cut: "damaged or of another kind",
     is_a_pipe: "is no plain file",
 }
 

@@ -196,7 +196,7 @@ def test_ids_labels_and_the_first_rows_are_those_that_are_asked_for(folder: Path
         (b'path,x\n"photos/0.png"x,1\n', "line 2 .* is not what a CSV file holds"),
         (b'path,x\n"photos/0.png,1\n', "line 2 .* is not what a CSV file holds"),
         (b"path\n" + b"y" * (2**24 + 1), "line 2 .* more than 16 MiB"),
-        (b",".join(b"c%d" % i for i in range(1001)) + b"\n", "1,001 columns, and at most 1,000"),
+        (b",".join(b"c%d" % i for i in range(4097)) + b"\n", "4,097 columns, and at most 4,096"),
         (b"path\nnone.png\n", "none of the 1 pictures .* data.root=FOLDER"),
         (b"path,label\nphotos/0.png,a\0b\n", "a label in column label .* has NUL"),
     ],
@@ -269,7 +269,7 @@ def test_a_small_parquet_of_many_rows_or_of_a_huge_cell_is_refused_unread(folder
     columns = {"path": NAMES[:2], "note": ["x" * 2**27, ""]}
     path = write_parquet(folder / "t.parquet", columns, compression="zstd")
     assert Path(path).stat().st_size < 100_000
-    with pytest.raises(DataError, match="the column note .* packed into"):
+    with pytest.raises(DataError, match="bytes of the column note become 134,2"):
         table(path)
 
 
@@ -287,7 +287,7 @@ def test_a_text_that_stands_once_in_a_parquet_is_kept_once(folder: Path) -> None
 @pytest.mark.parametrize("damage", [b"PAR1", b"PAR1" + b"\xff" * 100 + b"PAR1", b""])
 def test_a_damaged_parquet_is_refused_in_one_line(folder: Path, damage: bytes) -> None:
     (folder / "t.parquet").write_bytes(damage)
-    with pytest.raises(DataError, match="damaged or no parquet file") as caught:
+    with pytest.raises(DataError, match="damaged or of another kind") as caught:
         table(str(folder / "t.parquet"))
     assert "\n" not in str(caught.value)
 

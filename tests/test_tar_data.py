@@ -434,7 +434,7 @@ def test_a_shard_that_changes_under_way_fails_its_rows_and_no_others(
     run = extract(webdataset(str(folder)), tmp_path / "run", num_workers=0)
     assert run.status.tolist() == [1, 1, 2, 2] * 2
     reasons = {one["reason"] for one in store.read_reasons(run.path)}
-    assert reasons == {"DataError: its shard was changed after the run had listed it"}
+    assert reasons == {"DataError: it was changed after the run had listed it"}
 
 
 def test_other_shards_or_settings_are_another_run(

@@ -519,7 +519,7 @@ def test_the_column_text_is_cut_and_the_model_gets_the_whole(tmp_path: Path) -> 
     assert kept[0] == "ü" * 510 + "…"
     assert kept[1] == "short"
     assert source.read(0) == "ü" * 5000
-    assert "1 of 2 are longer" in " ".join(source.notes)
+    assert "1 texts of text are cut to 1,024 bytes; the model gets them whole" in source.notes
 
 
 # --------------------------------------------------------------------------- tables
@@ -610,14 +610,14 @@ def test_the_text_of_numbers_stays_as_it_is_written(tmp_path: Path) -> None:
             "a.csv",
             b"a,b\n1,2\n3,\n",
             {"column": "a", "id": "b"},
-            "the id .. in column b of .* is empty",
+            "the id of row . in column b of .* is empty",
         ),
         ("a.csv", b"a,b\n1,2\n", {"column": "a", "id": "a"}, "must be different"),
         ("a.txt", b"x\n", {"column": "a"}, "has lines"),
         ("a.txt", b"\n \n", {}, "only blank lines"),
         ("a.txt", b"", {}, "empty"),
         ("a.txt", "x\n".encode("utf-16"), {}, "UTF-16"),
-        ("a.parquet", b"PAR1 no", {"column": "a"}, "no parquet file"),
+        ("a.parquet", b"PAR1 no", {"column": "a"}, "damaged or of another kind"),
         ("a.png", b"x", {}, "no kind that is read"),
         ("a.txt", b"x\n", {"limit": 0}, "at least 1"),
     ],
