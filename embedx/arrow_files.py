@@ -220,7 +220,7 @@ class _ParquetFile(RowFile):
             if start >= n:
                 return
             for batch in self._batches(file, group, name):
-                yield _as_bytes(batch.column(0).slice(0, max(0, n - start)))
+                yield _as_bytes(_named(batch, name).slice(0, max(0, n - start)))
                 start += batch.num_rows
 
     def cell(self, name: str, row: int) -> bytes | None:
@@ -237,7 +237,7 @@ class _ParquetFile(RowFile):
         while True:
             start = self._next
             try:
-                window = _held(_as_bytes(next(self._pieces).column(0)))
+                window = _held(_as_bytes(_named(next(self._pieces), name)))
             except Exception as error:
                 reason = f"row group {group} of {self.shown} is damaged ({first_line(error)[:120]})"
                 self._bad[group] = (start, reason)
@@ -273,6 +273,11 @@ class _ParquetFile(RowFile):
                     if counted is None or not counted.has_null_count or counted.null_count:
                         return True
         return False
+
+
+def _named(batch: Any, name: str) -> Any:
+    """A column by its whole name: ``a.b`` is also what Parquet calls b of a structure a."""
+    return batch.column(batch.schema.get_field_index(name))
 
 
 def _as_bytes(piece: Any) -> Any:

@@ -1,5 +1,6 @@
 """Columns of tables in the types that a file of rows keeps: numbers, booleans, texts."""
 
+import decimal
 import json
 import re
 from collections import Counter
@@ -23,6 +24,7 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?|[-+]?inf(inity)?|n
 _BOOLEANS = {"true": True, "True": True, "TRUE": True} | dict.fromkeys(
     ("false", "False", "FALSE"), False
 )
+_DIGITS_KEPT = 15  # by float64, whatever they are
 _EXACT = 2**53  # the largest whole number up to which float64 has them all
 
 
@@ -63,8 +65,9 @@ def _is_number(text: str) -> bool:
     """Whether a text is a number that float64 holds as exactly as it is written."""
     if not _NUMBER.fullmatch(text.lower()) or not any(c.isdigit() or c in "fn" for c in text):
         return False
-    digits = re.sub(r"[eE].*|[-.]", "", text).strip("0")
-    return len(digits) <= 17 and (abs(float(text)) != np.inf or "inf" in text.lower())
+    if len(re.sub(r"[eE].*|[-.]", "", text).strip("0")) > _DIGITS_KEPT:
+        return decimal.Decimal(text) == decimal.Decimal(repr(float(text)))
+    return abs(float(text)) != np.inf or "inf" in text.lower()
 
 
 def from_values(values: Sequence[Any]) -> Column | None:
@@ -314,6 +317,13 @@ def storable(name: str) -> str:
         return name
     # Room for what tells two of them apart.
     return data[: TEXT_BYTES_MOST - 24].decode("utf-8", "ignore") + "…"
+
+
+def spelled_label(value: Any) -> str:
+    """A label as tables spell it: a truth value in small letters, "" for NaN."""
+    if isinstance(value, (bool, np.bool_)):
+        return str(bool(value)).lower()
+    return "" if isinstance(value, float) and isnan(value) else str(value)
 
 
 def spelled(column: Any) -> Any:

@@ -1054,6 +1054,17 @@ def whole_label(label: Any, *, n_names: int) -> int:
 # --------------------------------------------------------------------------- hashes
 
 
+def require_text(found: str) -> str:
+    """A text that is an item, if there is anything in it.
+
+    Raises:
+        DataError: It is blank.
+    """
+    if not found.strip():
+        raise DataError("the text is empty")
+    return found
+
+
 def numbers_first(label: str) -> tuple[int, int, str]:
     """A key to sort labels by that are texts: whole numbers by size, then all others."""
     is_number = label.isascii() and label.isdecimal() and len(label) < 19

@@ -764,7 +764,7 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
         if not good:
             pass
         elif n_tokens is not None:
-            pieces = self._tokenized(good, n_tokens)
+            pieces = self._tokenized(good, n_tokens, reasons)
         elif collate is None:
             pieces.append(_Piece(self._stack(good, size, start)))
         else:
@@ -779,12 +779,18 @@ class _Batches(torch.utils.data.Dataset[_Batch]):
             start, tuple(pieces), reasons, miniatures, labels, size, True in kinds, n_tokens
         )
 
-    def _tokenized(self, texts: Mapping[int, str], n_tokens: Array) -> list[_Piece]:
+    def _tokenized(
+        self, texts: Mapping[int, str], n_tokens: Array, reasons: dict[int, str]
+    ) -> list[_Piece]:
         """Passes of texts of like length, the longest first; their lengths go to ``n_tokens``."""
         assert self._tokenizer is not None
         places = np.array(list(texts))
         ids, n_tokens[places] = self._tokenizer.encode(list(texts.values()))
+        for place, one in zip(places.tolist(), ids, strict=True):
+            if not len(one):
+                reasons[place] = "DataError: the text has no tokens"
         order = np.argsort([-len(one) for one in ids], kind="stable")
+        order = order[[len(ids[i]) > 0 for i in order]]
         return [
             _Piece(self._tokenizer.pad([ids[i] for i in few]), places[few])
             for few in (

@@ -427,7 +427,9 @@ def _cutting(tokenizer: Any, length: int, sentence: _Sentence) -> Tokenizer:
 def _kind(transformers: Any, config: Any, name: str) -> Any:
     """The class of the network; of an encoder and a decoder, that of the encoder."""
     auto = transformers.AutoModel
-    if config.is_encoder_decoder:
+    # An encoder saved by itself says so by the name of its class alone.
+    is_encoder = any(one.endswith("EncoderModel") for one in config.architectures or ())
+    if config.is_encoder_decoder or is_encoder:
         auto = transformers.AutoModelForTextEncoding
     try:
         return auto._model_mapping[type(config)]

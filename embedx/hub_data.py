@@ -37,6 +37,7 @@ from embedx.data import (
     limited,
     located,
     name_of,
+    require_text,
     require_unchanged,
     scan,
     stamp_of,
@@ -498,7 +499,10 @@ def _metadata(
         if name in taken or (is_item and item.kind == "picture"):
             continue
         if is_item:
-            key = "text" if "text" not in table.names else name
+            key = "text"
+        elif name == "text" and item.kind == "text":
+            while key in table.names:  # beside the texts that are the items
+                key += "_"
         if not name or "\0" in name:
             passed_over.append(f"the column {name!r}, whose name no file keeps")
             continue
@@ -579,7 +583,7 @@ class _Reader:
             return self._read_beside(self._beside[i])
         if raw is None:
             raise DataError(f"it has no {self._item.kind} in the column {self._item.name}")
-        return decode_bytes(raw) if self._item.kind == "picture" else raw.decode()
+        return decode_bytes(raw) if self._item.kind == "picture" else require_text(raw.decode())
 
     def _file(self, number: int) -> RowFile:
         if number not in self._opened:

@@ -17,7 +17,15 @@ import numpy as np
 
 from embedx import store
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
-from embedx.columns import are_ids, indexed, is_label_name, kept, plain_name, storable
+from embedx.columns import (
+    are_ids,
+    indexed,
+    is_label_name,
+    kept,
+    plain_name,
+    spelled_label,
+    storable,
+)
 from embedx.errors import DataError, StoreError, listed
 from embedx.matrix import Array
 from embedx.store import Embeddings, Field, Status
@@ -133,7 +141,10 @@ def _copied(vectors: _Vectors) -> Embeddings:
             "or not finite; give others"
         )
     labels = None if vectors.labels is None else [vectors.labels[0].tolist(), vectors.labels[1]]
-    columns = {name: list(map(str, column)) for name, column in vectors.metadata.items()}
+    columns = {
+        name: [str(getattr(column, "dtype", "text")), *map(str, column)]
+        for name, column in vectors.metadata.items()
+    }
     facts = [vectors.layer, vectors.n, vectors.d, vectors.dtype.name, vectors.ids, labels, columns]
     digest.update(json.dumps(facts).encode())
     file_id = digest.hexdigest()
@@ -340,7 +351,8 @@ def _named_labels(values: list[Any], names: list[Any] | None) -> tuple[Array, li
     are_whole = all(isinstance(value, int) for value in values)
     if names and are_whole and min(values) >= -1 and max(values) < len(names):
         return np.array(values, np.int32), [storable(str(name)) for name in names]
-    return indexed([storable(str(value)) for value in values])
+    texts = [spelled_label(value) for value in values]
+    return indexed([storable(text) for text in texts])
 
 
 # --------------------------------------------------------------------------- parquet

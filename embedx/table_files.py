@@ -23,7 +23,15 @@ from embedx.columns import (
     require_ids,
     require_labels,
 )
-from embedx.errors import ConfigError, DataError, listed, missing_extra, nearest, short
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    first_line,
+    listed,
+    missing_extra,
+    nearest,
+    short,
+)
 from embedx.matrix import Array
 
 SEPARATORS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
@@ -60,16 +68,25 @@ class Table:
         cells = self._cells[name]
         if isinstance(cells, list):
             return from_texts(cells)
-        column = from_arrow(cells)
+        column = self._converted(name, cells)
         assert column is not None  # those without a place were not read
         return column
+
+    def _converted(self, name: str, cells: Any) -> Column | None:
+        try:
+            return from_arrow(cells)
+        except (ValueError, KeyError) as error:  # of Arrow too
+            raise DataError(
+                f"the column {short(repr(name))} of {self.path} cannot be read "
+                f"({short(first_line(error))}); write it anew, or without that column"
+            ) from None
 
     def texts(self, name: str) -> list[str]:
         """The cells of a column as they are written, ``""`` for one that is missing."""
         cells = self._cells[name]
         if isinstance(cells, list):
             return cells
-        column = from_arrow(cells)
+        column = self._converted(name, cells)
         if isinstance(column, list):
             return column
         texts = cells.cast("string").to_pylist()

@@ -19,13 +19,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from embedx import data as sources
-from embedx.columns import LABEL_NAMES, from_values, indexed, kept
+from embedx.columns import LABEL_NAMES, from_values, indexed, kept, spelled_label, storable
 from embedx.data import Shards, Source
 from embedx.errors import DataError, first_line, listed
 
 _BLOCK = 512  # of a tar file
 _TEXT_MOST = 2**20  # bytes of a member that says something of a sample
 _MEMBER_MOST = 2**29
+_KEY_MOST = 800  # bytes of what an id has room for
+_COLUMNS_MOST = 200
 # Deflate makes at most a thousand bytes of one; pictures, which are compressed, hardly two.
 _INFLATED_MOST, _INFLATED_FREE = 100, 2**28
 _PACKED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
@@ -129,6 +131,12 @@ def _names(places: Sequence[str]) -> list[str]:
         names = ["/".join(stem.replace(os.sep, "/").split("/")[-depth:]) for stem in stems]
         if len(set(names)) == len(names) or depth > max(stem.count("/") for stem in stems):
             break
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        same = [place for place, name in zip(places, names, strict=True) if name == twice[0]]
+        raise DataError(
+            f"{same[0]} and {same[1]} would give their samples the same ids, {twice[0]}/...; name "
+            "one of them, or call one otherwise"
+        )
     return names
 
 
@@ -261,11 +269,13 @@ def _source(path: Path, name: str, *, item: str, label: str | None, most: int | 
         told = [_told(file, sample) for sample in samples]
     labels = [_label(sample, texts, label) for sample, texts in zip(samples, told, strict=True)]
     indices, label_names = indexed(labels)  # put into one order where shards are joined
-    metadata, without, cut = _metadata(told)
+    metadata, without, cut = _metadata(told, is_text=item == "txt")
     chosen = [_chosen(sample, item) for sample in samples]
     ids = [f"{name}/{sample.key}" for sample in samples]
     hashes = [
-        sources.item_hash(f"{one}\0{about.st_mtime_ns}\0{sample.key}".encode())
+        sources.item_hash(
+            f"{one}\0{about.st_mtime_ns}\0{sample.key}".encode("utf-8", "backslashreplace")
+        )
         for one, sample in zip(chosen, samples, strict=True)
     ]
     passed_over.update(without)
@@ -321,7 +331,7 @@ def _members(file: BinaryIO, size: int, name: str) -> tuple[list[_Member], Count
                         )
                     )
             end = tar.offset
-    except tarfile.ReadError as error:
+    except (tarfile.ReadError, OSError) as error:  # a size to which no file can be read on
         if not members and not passed_over:
             raise
         aloud.append(f"{name}: {first_line(error)} after byte {end:,}: what follows there is lost")
@@ -332,6 +342,11 @@ def _members(file: BinaryIO, size: int, name: str) -> tuple[list[_Member], Count
             aloud.append(f"{name}: no tar header at byte {end:,} of {size:,}: what follows is lost")
         elif len(block) < _BLOCK:
             aloud.append(f"{name} ends without the mark of its end, as if it had been cut short")
+        elif any(rest.strip(b"\0") for rest in iter(lambda: file.read(2**20), b"")):
+            aloud.append(
+                f"{name}: the mark of its end is at byte {end:,} of {size:,}, and more comes "
+                "after, which is lost: a hole, or two tar files put together"
+            )
     return members, passed_over, aloud
 
 
@@ -342,6 +357,10 @@ def _samples(members: Iterable[_Member]) -> Iterator[_Sample]:
         seen[key] += 1
         again = seen[key] > 1
         sample = _Sample(f"{key}#{seen[key]}" if again else key)
+        if len(key.encode("utf-8", "backslashreplace")) > _KEY_MOST:
+            digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()
+            sample = _Sample(f"{key[:100]}~{digest[:16]}#{seen[key]}")
+            sample.fault = f"its name has more than {_KEY_MOST} bytes; shorten it"
         for member in group:
             if member.extension in sample.members:
                 sample.fault = f"it has two members .{member.extension}"
@@ -411,30 +430,56 @@ def _label(sample: _Sample, told: dict[str, Any], label: str | None) -> str:
         return ""
     keys = ("cls", *LABEL_NAMES) if label is None else (label,)
     for key in keys:
-        value = told.get(key) if key in ("cls", "txt") else told.get("json", {}).get(key)
-        if isinstance(value, (str, int, float)):
-            return str(value)
-    if label is not None and value is not None:
-        sample.fault = sample.fault or f"its {label} is no text and no number"
+        of = told if key in ("cls", "txt") else told.get("json", {})
+        if key not in of:
+            continue
+        found = _spelled(of[key])
+        if found is None or storable(found) != found:
+            what = "is no text and no number" if found is None else "is too long, or has NUL in it"
+            sample.fault = sample.fault or f"its label, {key}, {what}"
+            return ""
+        return found
     return ""
 
 
+def _spelled(value: Any) -> str | None:
+    """A label as it is written in tables, "" for none; None for what cannot be one."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # in one sample 1, in another 1.0
+    if value is None:
+        return ""
+    return spelled_label(value) if isinstance(value, (str, int, float)) else None
+
+
 def _metadata(
-    told: Sequence[dict[str, Any]],
+    told: Sequence[dict[str, Any]], *, is_text: bool
 ) -> tuple[dict[str, Any], Counter[str], list[str]]:
     """Columns of the keys of the ``json`` and of ``txt``, what has no place, which are cut."""
     rows = [one.get("json", {}) for one in told]
-    keys = dict.fromkeys(key for row in rows for key in row if key and "\0" not in key)
+    held = Counter(
+        key
+        for row in rows
+        for key, value in row.items()
+        if key and "\0" not in key and value is not None
+    )
+    most = {key for key, _ in held.most_common(_COLUMNS_MOST)}
     columns: dict[str, Any] = {}
     passed_over: Counter[str] = Counter()
-    for key in keys:
+    if len(held) > len(most):
+        passed_over[f"keys in .json that fewer samples have than the first {_COLUMNS_MOST}"] = len(
+            held
+        ) - len(most)
+    for key in (key for key in held if key in most):
         values = from_values([row.get(key) for row in rows])
         if values is None:
             passed_over[f"values of {key} in .json, which are lists or objects"] += 1
         else:
             columns[key] = values
     if any("txt" in one for one in told):
-        columns["txt" if "txt" not in columns else "txt_"] = [one.get("txt", "") for one in told]
+        name = "text" if is_text else "txt"
+        while name in columns:
+            name += "_"
+        columns[name] = [one.get("txt", "") for one in told]
     cut: list[str] = []
     for name, column in columns.items():
         columns[name], said = kept(column, name)
@@ -459,4 +504,6 @@ class _Reader:
         with open(self.path, "rb") as file:
             data = _bytes(file, member)
             sources.require_unchanged(sources.stamp_of(os.fstat(file.fileno())) == self.stamp)
-        return sources.decode_bytes(data) if self.is_picture else data.decode("utf-8-sig")
+        if self.is_picture:
+            return sources.decode_bytes(data)
+        return sources.require_text(data.decode("utf-8-sig"))

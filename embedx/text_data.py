@@ -66,12 +66,6 @@ def text(
     return _table(file, column=column, label=label, id=id, limit=limit)
 
 
-def _require_text(found: str) -> str:
-    if not found.strip():
-        raise DataError("the text is empty")
-    return found
-
-
 # --------------------------------------------------------------------------- lines
 
 
@@ -170,7 +164,7 @@ class _TextReader:
             self.texts[i].encode()
         except UnicodeEncodeError:
             raise DataError("the text is not UTF-8; convert the file") from None
-        return _require_text(self.texts[i])
+        return data.require_text(self.texts[i])
 
 
 def _hashes(texts: Sequence[Any]) -> tuple[str, Array]:

@@ -23,6 +23,7 @@ from embedx.data import Source, file_hashes, limited
 from embedx.errors import DataError
 
 SIDE_PX = 224
+ROWS_MOST = 4096
 
 
 def audio(
@@ -122,8 +123,12 @@ def spectrogram(
     power = transform.spectrogram(wave)
     power = power[: max(1, int(np.searchsorted(transform.f, highest_hz)))]
     db = 10 * np.log10(np.maximum(power, power.max() * 1e-12 + 1e-300))
-    grey = np.clip((db - db.max()) / range_db + 1, 0, 1)
+    grey = np.clip((db - db.max()) / range_db + 1, 0, 1) * (power.max() > 0)  # silence is black
     rows = int(np.ceil(highest_hz / transform.delta_f))  # a sound may have less
+    if rows > ROWS_MOST:
+        raise DataError(
+            f"{rate_hz} samples a second are too few for highest_hz={highest_hz:g}; lower it"
+        )
     whole = np.zeros((rows, grey.shape[1]), np.uint8)
     whole[: len(grey)] = np.round(255 * grey[:rows]).astype(np.uint8)
     picture = Image.fromarray(whole[::-1]).resize((SIDE_PX, SIDE_PX), Image.Resampling.BILINEAR)

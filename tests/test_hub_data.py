@@ -115,12 +115,38 @@ def test_a_part_of_the_rows_with_ids_of_their_own(saved: Path) -> None:
     assert list(named.label_names) == ["n0", "n1", "n2"]
 
 
+def test_a_column_whose_name_is_a_path_into_another_is_itself(tmp_path: Path) -> None:
+    cells = [{"bytes": encoded(i), "path": None} for i in range(3)]
+    flat = [encoded(i + 5) for i in range(3)]
+    made = pa.table({"image": cells, "image.bytes": flat, "a": [{"b": 1}] * 3, "a.b": ["x"] * 3})
+    pq.write_table(made, tmp_path / "d.parquet")
+    for column, first in (("image.bytes", 5), ("image", 0)):
+        source = huggingface(str(tmp_path / "d.parquet"), column=column)
+        for i in range(3):
+            expected = np.asarray(Image.open(io.BytesIO(encoded(first + i))).convert("RGB"))
+            np.testing.assert_array_equal(np.asarray(source.read(i)), expected)
+        assert source.metadata["a.b"] == ["x"] * 3
+
+
+def test_the_texts_that_are_items_are_called_text_whatever_else_is(tmp_path: Path) -> None:
+    made = pa.table({"text": ["s0", "s1"], "text_": ["t0", "t1"], "review": ["r0", "r1"]})
+    pq.write_table(made, tmp_path / "r.parquet")
+    source = huggingface(str(tmp_path / "r.parquet"), column="review")
+    assert source.metadata == {
+        "text__": ["s0", "s1"],
+        "text_": ["t0", "t1"],
+        "text": ["r0", "r1"],
+    }
+
+
 def test_texts_are_items_and_a_column_of_metadata(tmp_path: Path) -> None:
     texts = ["kurz", "x" * 5000, None, "", "名" * 600]
     bad = pa.array([*(t and t.encode() for t in texts), b"\xff\xfe"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"sentence": bad, "label": [0, 1, 0, 1, 1, 0]}), tmp_path / "t.parquet")
     source = huggingface(str(tmp_path / "t.parquet"))
-    assert [source.read(i) for i in (0, 1, 3, 4)] == [texts[i] for i in (0, 1, 3, 4)]
+    assert [source.read(i) for i in (0, 1, 4)] == [texts[i] for i in (0, 1, 4)]
+    with pytest.raises(DataError, match="the text is empty"):
+        source.read(3)
     with pytest.raises(DataError, match="it has no text in the column sentence"):
         source.read(2)
     with pytest.raises(UnicodeDecodeError):

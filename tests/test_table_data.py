@@ -146,7 +146,7 @@ def test_only_a_row_whose_file_cannot_be_read_fails_and_says_why(folder: Path) -
     whys = ["truncated", "No such file", *["leads out of the folder"] * 4, *["no plain file"] * 2]
     whys += ["missing", "NUL", "/ is meant", "too long"]
     for i, why in enumerate(whys, start=1):
-        assert why in str(found[i]), (cells[i], found[i])
+        assert why.lower() in str(found[i]).lower(), (cells[i], found[i])
     assert source.ids[13] == NAMES[4]
     assert source.ids[14] == NAMES[5]
     assert len(set(source.ids)) == len(cells)

@@ -255,6 +255,10 @@ def spoilt(path: Path, how: str) -> None:
         del data[last.offset_data + 20 :]
     elif how == "cut between samples":
         del data[last.offset :]
+    elif how == "hole":
+        data[last.offset : last.offset + 512] = bytes(512)
+    elif how == "two together":
+        data = data + data
     else:
         data[last.offset : last.offset + 512] = b"\x55" * 512
     path.write_bytes(data)
@@ -266,6 +270,8 @@ def spoilt(path: Path, how: str) -> None:
         ("cut within a picture", "what follows there is lost", 6),
         ("cut between samples", "ends without the mark of its end", 5),
         ("garbage", "no tar header at byte", 5),
+        ("hole", "and more comes after, which is lost", 5),
+        ("two together", "and more comes after, which is lost", 6),
     ],
 )
 def test_a_torn_shard_is_said_and_gives_what_is_whole_of_it(
@@ -276,7 +282,38 @@ def test_a_torn_shard_is_said_and_gives_what_is_whole_of_it(
     run = extract(webdataset(str(folder)), tmp_path / "run")
     assert said in caplog.text
     assert run.n_rows == rows + 3
-    assert numbers_of(run) == [0, 1, 2, 3, 4, 6, 7, 8]
+    whole = [5] if how == "two together" else []
+    assert numbers_of(run) == [0, 1, 2, 3, 4, *whole, 6, 7, 8]
+
+
+def test_odd_names_and_many_keys_stop_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="embedx")
+    path = tmp_path / "a.tar"
+    keys = [{f"k{i}-{j}": j for j in range(150)} | {"all": i} for i in range(3)]
+    with tarfile.open(path, "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
+        for name, i in (("caf\xe9", 0), ("n" * 2000, 1), ("plain", 2)):
+            for extension, data in (("png", png(i)), ("json", json.dumps(keys[i]).encode())):
+                info = tarfile.TarInfo(f"{name}.{extension}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    run = extract(webdataset(str(path)), tmp_path / "run")
+    assert run.status.tolist() == [1, 2, 1]
+    assert numbers_of(run) == [0, 2]
+    assert "its name has more than 800 bytes" in store.read_reasons(run.path)[0]["reason"]
+    assert len(run.metadata) == 200
+    assert run.metadata["all"].tolist() == [0, 1, 2]
+    assert "251 keys in .json that fewer samples have than the first 200" in caplog.text
+
+
+def test_two_shards_that_would_give_the_same_ids_are_named(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a.tar", sample(1))
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(
+        DataError, match=r"a\.tar and .*a\.tar\.gz would give their samples"
+    ):
+        webdataset(str(tmp_path))
 
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 7, 9, 100])
@@ -290,16 +327,12 @@ def test_types_of_columns_that_differ_between_shards_become_one(tmp_path: Path) 
     folder = tmp_path / "set"
     shard(folder / "0.tar", sample(0, size=1, tag="a", only=2) + sample(1, size=2, tag="b", only=3))
     shard(folder / "1.tar", sample(2, size=0.5, tag=7, late="x") + sample(3, tag=None, late="y"))
+    shard(folder / "2.tar", sample(4, size=None, tag="c", only=None))
     run = extract(webdataset(str(folder)), tmp_path / "run")
-    np.testing.assert_array_equal(run.metadata["size"], [1, 2, 0.5, np.nan])
-    np.testing.assert_array_equal(run.metadata["only"], [2, 3, np.nan, np.nan])
-    assert run.metadata["tag"] == ["a", "b", "7", ""] or run.metadata["tag"] == [
-        "a",
-        "b",
-        "7.0",
-        "",
-    ]
-    assert run.metadata["late"] == ["", "", "x", "y"]
+    np.testing.assert_array_equal(run.metadata["size"], [1, 2, 0.5, np.nan, np.nan])
+    np.testing.assert_array_equal(run.metadata["only"], [2, 3, np.nan, np.nan, np.nan])
+    assert run.metadata["tag"] == ["a", "b", "7.0", "", "c"]
+    assert run.metadata["late"] == ["", "", "x", "y", ""]
     assert np.asarray(run.metadata["number"]).dtype == np.int64
 
 
@@ -311,21 +344,36 @@ def test_labels_are_those_that_are_asked_for(tmp_path: Path) -> None:
         ("none", None),
         ("kind", ["cat", "dog"]),
         ("txt", ["a cat", ""]),
-        ("half", ["2.0", "2.5"]),
+        ("half", ["2", "2.5"]),
     ):
         run = extract(webdataset(path, label=label), tmp_path / f"run-{label}")
         assert run.label_texts() == expected
     assert run.metadata["txt"] == ["a cat", ""]
 
 
+def test_labels_of_json_are_spelled_alike_and_what_is_null_is_none(tmp_path: Path) -> None:
+    given = [1, 1.0, True, None, float("nan"), "x", {"a": 1}, "y" * 2000, "z\0"]
+    members = []
+    for i, value in enumerate(given):
+        about = json.dumps({"label": value, "class": "furry"})
+        members += [(f"s{i}.png", png(i)), (f"s{i}.json", about.encode())]
+    run = extract(webdataset(str(shard(tmp_path / "a.tar", members))), tmp_path / "run")
+    assert run.label_texts() == ["1", "1", "true", "", "", "x", "", "", ""]
+    assert run.status.tolist() == [1] * 6 + [2] * 3
+
+
 def test_texts_of_shards_are_items(tmp_path: Path) -> None:
     members = [("a.txt", "später".encode()), ("b.txt", b"two"), ("c.txt", b"\xff")]
+    members.append(("d.txt", b" \n"))
     path = shard(tmp_path / "a.tar", members)
     given = webdataset(str(path), item="txt")
     with given.read(0, scratch=tmp_path / "x", most=None) as source:
         assert [source.read(0), source.read(1)] == ["später", "two"]
         with pytest.raises(DataError, match="its .txt cannot be read"):
             source.read(2)
+        with pytest.raises(DataError, match="the text is empty"):
+            source.read(3)
+        assert source.metadata["text"][:2] == ["später", "two"]
         assert pickle.loads(pickle.dumps(source)).read(1) == "two"
 
 
