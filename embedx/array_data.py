@@ -110,7 +110,7 @@ def array(
         note += f", the first of {len(found):,}"
     digest, (whole,) = file_hashes([(where.name, *stamp_of(about))])
     return Source(
-        name=name_of(where.with_suffix("")),
+        name=name_of(where),
         ids=RowNumbers(n),
         read=read,
         fingerprint=hashlib.sha256(f"{digest} {told!r}".encode()).hexdigest(),

@@ -545,8 +545,10 @@ def require_unchanged(is_same: bool) -> None:
 
 
 def name_of(path: Path) -> str:
-    """The last part of a path as the name of a source."""
-    return os.fsencode(path.resolve().name).decode(errors="backslashreplace")
+    """The name of a source: that of its folder, or of its file."""
+    # A link to a file has a name that was chosen; what it leads to may be called by a hash.
+    last = path.name if path.is_file() else path.resolve().name
+    return os.fsencode(last).decode(errors="backslashreplace")
 
 
 @dataclasses.dataclass(frozen=True)

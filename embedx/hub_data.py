@@ -42,7 +42,7 @@ from embedx.data import (
     scan,
     stamp_of,
 )
-from embedx.errors import ConfigError, DataError, first_line, listed, missing_extra
+from embedx.errors import ConfigError, DataError, first_line, listed, missing_extra, short
 from embedx.matrix import Array
 from embedx.table_files import no_column, only_label
 
@@ -86,7 +86,8 @@ def huggingface(
         split: Which part, such as ``test``; needed where there are several.
         column: The column of the items; the one of pictures, or else of texts, where not given.
         label: The column of labels; the only ``ClassLabel``, or else a column called ``label``,
-            where not given; ``none`` for no labels.
+            ``labels``, ``class``, ``target`` or ``targets`` where not given; ``none`` for no
+            labels.
         id: A column of unique texts or whole numbers; row numbers where not given.
         limit: Take the first so many rows.
 
@@ -349,7 +350,7 @@ class _Table:
         kind = self.type_of(name)
         if not _is_label(kind):
             raise ConfigError(
-                f"data.{key}={name} holds {str(kind)[:60]}; choose a column of texts or whole "
+                f"data.{key}={name} holds {short(str(kind))}; choose a column of texts or whole "
                 "numbers"
             )
         if _is_texts(kind):
@@ -403,7 +404,7 @@ def _item_column(table: _Table, column: str | None) -> _Item:
     if column is not None:
         if table.require(column, "column") not in kinds:
             feature = table.feature(column)
-            shown = feature if feature in _NO_ITEMS else str(table.type_of(column))[:60]
+            shown = feature if feature in _NO_ITEMS else short(str(table.type_of(column)))
             raise ConfigError(
                 f"data.column={column} holds {shown}, neither pictures nor texts; choose one of: "
                 f"{listed(kinds) or 'none here'}"
@@ -507,7 +508,7 @@ def _metadata(
             passed_over.append(f"the column {name!r}, whose name no file keeps")
             continue
         if not has_place(kind):
-            passed_over.append(f"the column {name} ({str(kind)[:40]})")
+            passed_over.append(f"the column {name} ({short(str(kind), most=40)})")
             continue
         column: Any
         if _is_texts(kind):

@@ -39,7 +39,7 @@ def table(
         column: The column of the pictures' paths; where not given the one that is called path,
             file, filename, image, image_path or so.
         label: The column of labels, ``none`` for no labels; where not given the one that is called
-            label, class or target, if there is one. An empty cell is no label.
+            label, labels, class, target or targets, if there is one. An empty cell is no label.
         id: The column of ids, each once; the paths where not given, ``PATH#2`` for the second row
             of a path.
         root: The folder that paths count from, and below which all files lie; that of the table
@@ -82,7 +82,7 @@ def table(
         notes.append(f"columns kept: {listed(metadata)}")
     notes += [*read.passed_over(), *cut]
     return Source(
-        name=name_of(where.with_suffix("")),
+        name=name_of(where),
         ids=ids,
         read=FileReader(str(top), tuple(found.paths), hashes, found.refused),
         fingerprint=fingerprint,

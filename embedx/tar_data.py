@@ -49,7 +49,8 @@ def webdataset(
             several of these between ``::``, or an address that fsspec opens, such as ``s3://...``.
         item: What a sample is: ``picture``, or the extension of its text, such as ``txt``.
         label: ``cls``, ``txt``, or a key of the ``json``; ``none``. Where not given: the ``cls``
-            of a sample, or else the ``label``, ``class`` or ``target`` of its ``json``.
+            of a sample, or else the ``label``, ``labels``, ``class``, ``target`` or
+            ``targets`` of its ``json``.
         limit: Take the first so many.
 
     Raises:

@@ -36,7 +36,8 @@ def text(
         path: A ``.txt``, ``.csv``, ``.tsv`` or ``.parquet`` file, of UTF-8.
         column: The column that holds the texts.
         label: The column of labels; where it is empty there is none. The one that is called
-            ``label``, ``class`` or ``target`` where not given; ``none`` for none.
+            ``label``, ``labels``, ``class``, ``target`` or ``targets`` where not given; ``none``
+            for none.
         id: The column of unique ids; None for row numbers.
         limit: Take the first so many.
 
