@@ -202,9 +202,12 @@ def _table(
     labels, names = table.labels(label)
     column_kept, notes = kept(texts, "text", is_item=True)
     others, cut = table.kept(name for name in table.names if name not in chosen)
+    other = "text_"
+    while other in others:
+        other += "_"
     if "text" in others:
-        notes.append(f"the column text is kept as text_, beside the texts of {column}")
-    renamed = {name + "_" * (name == "text"): values for name, values in others.items()}
+        notes.append(f"the column text is kept as {other}, beside the texts of {column}")
+    renamed = {other if name == "text" else name: values for name, values in others.items()}
     fingerprint, hashes = _hashes(texts)
     note = f"{file}: {table.n:,} texts of {column}, {len(names) or 'no'} classes"
     note += f" of {label}" if label is not None else ""

@@ -116,14 +116,14 @@ def test_a_part_of_the_rows_with_ids_of_their_own(saved: Path) -> None:
 
 
 def test_a_column_whose_name_is_a_path_into_another_is_itself(tmp_path: Path) -> None:
-    cells = [{"bytes": encoded(i), "path": None} for i in range(3)]
-    flat = [encoded(i + 5) for i in range(3)]
+    cells = [{"bytes": png(i), "path": None} for i in range(3)]
+    flat = [png(i + 5) for i in range(3)]
     made = pa.table({"image": cells, "image.bytes": flat, "a": [{"b": 1}] * 3, "a.b": ["x"] * 3})
     pq.write_table(made, tmp_path / "d.parquet")
     for column, first in (("image.bytes", 5), ("image", 0)):
         source = huggingface(str(tmp_path / "d.parquet"), column=column)
         for i in range(3):
-            expected = np.asarray(Image.open(io.BytesIO(encoded(first + i))).convert("RGB"))
+            expected = np.asarray(Image.open(io.BytesIO(png(first + i))).convert("RGB"))
             np.testing.assert_array_equal(np.asarray(source.read(i)), expected)
         assert source.metadata["a.b"] == ["x"] * 3
 

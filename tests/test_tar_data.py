@@ -310,9 +310,7 @@ def test_odd_names_and_many_keys_stop_nothing(
 def test_two_shards_that_would_give_the_same_ids_are_named(tmp_path: Path) -> None:
     path = shard(tmp_path / "a.tar", sample(1))
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(
-        DataError, match=r"a\.tar and .*a\.tar\.gz would give their samples"
-    ):
+    with pytest.raises(DataError, match=r"a\.tar and .*a\.tar\.gz would give their samples"):
         webdataset(str(tmp_path))
 
 

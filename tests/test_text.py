@@ -637,6 +637,13 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_told(tmp_path: Path) -> None
             text_data.text(path)
 
 
+def test_no_column_takes_the_place_of_another_where_names_meet(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text_,text,review\nk0,s0,r0\nk1,s1,r1\n")
+    source = text_data.text(str(tmp_path / "a.csv"), column="review")
+    expected = {"text": ["r0", "r1"], "text_": ["k0", "k1"], "text__": ["s0", "s1"]}
+    assert source.metadata == expected
+
+
 def test_a_table_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"a,b\ngood,1\n\xff\xfe,2\n")
     with pytest.raises(DataError, match=r"line 3 of .*a\.csv is not UTF-8 \(byte 0xff\); save it"):
