@@ -2,10 +2,10 @@
 
 Run: python benchmarks/data.py [NAME ...] [--pairs 5] [--rows 1000] [--texts 100000]
 Each side lists what lies there and gives all pictures in order, upright RGB, in one thread of this
-process; how many bytes of pixels they have must be equal. ``datasets`` reads Parquet from the copy that
-it makes. Of texts it is the whole extraction by MiniLM, beside ``encode()`` of sentence-transformers,
-with the same batches and threads; rows are compared, within 1e-5. What counts is the median of the
-ratios of interleaved pairs, above 1 where embedx is faster.
+process; how many bytes of pixels they have must be equal. ``datasets`` reads Parquet from the copy
+that it makes. Of texts it is the whole extraction by MiniLM, beside ``encode()`` of
+sentence-transformers, with the same batches and threads; rows are compared, within 1e-5. What
+counts is the median of the ratios of interleaved pairs, above 1 where embedx is faster.
 """
 
 import argparse

@@ -33,7 +33,7 @@ from embedx.store import Embeddings
 from embedx.table_data import table
 from embedx.tar_data import webdataset
 from embedx.torchvision_data import torchvision
-from tests.conftest import sha256
+from tests.conftest import EXHAUSTIVE, sha256
 
 N, SIDE = 11, 5
 Make = Callable[..., Source | Shards]
@@ -373,41 +373,50 @@ def test_a_source_can_be_sent_to_another_process(kind: Kind, at: Path, tmp_path:
         assert list(copy.ids) == list(source.ids)
 
 
-SPAWNED = """
+STARTED = """
 import sys
 from pathlib import Path
 import torch.multiprocessing
 from tests import test_sources as t
 
 if __name__ == "__main__":
-    torch.multiprocessing.set_start_method(sys.argv[2])
-    top = Path(sys.argv[1])
-    for number, kind in enumerate(t.KINDS.values()):
-        data, out = kind.make(top / str(number), None), top / f"{sys.argv[2]}-{number}"
-        t.extract(data, out, num_workers=2)
+    top, method, n, *kinds = sys.argv[1:]
+    torch.multiprocessing.set_start_method(method)
+    for kind in kinds:
+        data, out = t.KINDS[kind].make(Path(top, kind), None), Path(top, f"{kind}-run")
+        t.extract(data, out, num_workers=int(n))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_give_the_same_bytes_however_they_start(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "num_workers", "kinds"),
+    [
+        ("fork", 2, list(KINDS)),
+        ("spawn", 1, ["tar", "parquet"]),  # each start imports torch anew
+        pytest.param("spawn", 2, list(KINDS), marks=EXHAUSTIVE),
+    ],
+)
+def test_workers_give_the_same_bytes_however_they_start(
+    tmp_path: Path, method: str, num_workers: int, kinds: list[str]
+) -> None:
     script = tmp_path / "run.py"
-    script.write_text(SPAWNED)
+    script.write_text(STARTED)
     expected = []
-    for number, kind in enumerate(KINDS.values()):
-        laid_out(kind, tmp_path / str(number))
-        run = extract(kind.make(tmp_path / str(number), None), tmp_path / f"own-{number}")
+    for kind in kinds:
+        laid_out(KINDS[kind], tmp_path / kind)
+        run = extract(KINDS[kind].make(tmp_path / kind, None), tmp_path / f"{kind}-own")
         expected.append(sha256(run.path))
     root = Path(__file__).parents[1]
     subprocess.run(
-        [sys.executable, str(script), str(tmp_path), method],
+        [sys.executable, str(script), str(tmp_path), method, str(num_workers), *kinds],
         check=True,
         timeout=280,
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
-    runs = [tmp_path / f"{method}-{number}" / "embeddings.h5" for number in range(len(KINDS))]
-    assert [sha256(path) for path in runs] == expected
+    found = [sha256(tmp_path / f"{kind}-run" / "embeddings.h5") for kind in kinds]
+    assert found == expected
 
 
 @ALL
