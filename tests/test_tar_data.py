@@ -434,7 +434,7 @@ extract(webdataset(sys.argv[1]), Path(sys.argv[2]), num_workers=int(sys.argv[3])
         (signal.SIGKILL, 0),
         pytest.param(signal.SIGKILL, 2, marks=EXHAUSTIVE),
         pytest.param(signal.SIGINT, 0, marks=EXHAUSTIVE),
-        (signal.SIGINT, 2),
+        pytest.param(signal.SIGINT, 2, marks=EXHAUSTIVE),
     ],
 )
 def test_a_run_killed_again_and_again_ends_with_the_bytes_of_one_that_was_not(

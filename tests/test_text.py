@@ -24,7 +24,7 @@ from embedx.columns import TEXT_BYTES_MOST
 from embedx.data import Source
 from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, LayerError, ModelError
 from embedx.models import Model
-from tests.conftest import ROOT, sha256
+from tests.conftest import EXHAUSTIVE, ROOT, sha256
 
 transformers = pytest.importorskip("transformers")
 stage = importlib.import_module("embedx.extract")  # embedx.extract is the function
@@ -282,7 +282,7 @@ def test_tokens_are_those_of_the_library_however_they_are_padded(folder: Path, t
     assert torch.equal(padded["attention_mask"], theirs["attention_mask"])
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_forked_and_spawned_workers_after_tokenizing_say_nothing_and_give_the_same(
     folder: Path, tmp_path: Path
 ) -> None:
