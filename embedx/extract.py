@@ -1383,7 +1383,9 @@ def _workers_said(n: int) -> Iterator[None]:
                 "too many open files; what was committed is kept: raise the limit with ulimit -n "
                 f"and run again to go on, or with less than num_workers={n}"
             ) from error
-        if "DataLoader worker (pid" not in str(error):  # what it raised is in other words
+        # What it raised is in other words; or its end of a pipe is gone before torch has seen it.
+        is_gone = isinstance(error, ConnectionError) and n > 0
+        if "DataLoader worker (pid" not in str(error) and not is_gone:
             raise
         raise DataError(
             "a process that reads the data died, killed or out of memory; what was committed is "

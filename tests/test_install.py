@@ -83,6 +83,7 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
         "viz",
         "atlas",
         "data",
+        "text",
         "timm",
         "sweep",
         "demo",

@@ -412,7 +412,11 @@ def test_workers_give_the_same_bytes_however_they_start(
         [sys.executable, str(script), str(tmp_path), method, str(num_workers), *kinds],
         check=True,
         timeout=280,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        },
         stderr=subprocess.DEVNULL,
     )
     found = [sha256(tmp_path / f"{kind}-run" / "embeddings.h5") for kind in kinds]
