@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 import embedx
 from embedx import store
@@ -34,6 +33,7 @@ from embedx.table_data import table
 from embedx.tar_data import webdataset
 from embedx.torchvision_data import torchvision
 from tests.conftest import EXHAUSTIVE, sha256
+from tests.test_tar_data import Means
 
 N, SIDE = 11, 5
 Make = Callable[..., Source | Shards]
@@ -187,17 +187,6 @@ def at(tmp_path: Path) -> Path:
 
 def laid_out(kind: Kind, top: Path) -> None:
     kind.put(top, {i: picture(i) for i in range(N)})
-
-
-class Means(nn.Module):
-    """The mean of each channel: a row shows whose picture it is of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mean(x).flatten(1))  # type: ignore[no-any-return]
 
 
 def extract(data: Source | Shards, out: Path, **given: Any) -> Embeddings:
