@@ -1,7 +1,6 @@
 """The stage ``export``: embeddings and projections as files of other tools."""
 
 import codecs
-import contextlib
 import io
 import json
 import logging
@@ -148,7 +147,7 @@ def _fill(
     store.replace_file(folder / "metadata.tsv", _tab_separated(columns))
     sprite_px = 0
     if embeddings.thumbnails is not None:
-        with _writing(folder / "sprite.png") as file:
+        with store.replacing_file(folder / "sprite.png") as file:
             sprite_px = _write_sprite(file, embeddings.thumbnails, rows)
     points = {point: Matrix(array, rows) for point, array in embeddings.embeddings.items()}
     tensors: list[tuple[str, Matrix, bool, list[Projection]]] = []
@@ -183,7 +182,7 @@ def _fill(
             color = None if pictures else _color_column(columns)
             if id(x) not in axes:
                 axes[id(x)] = _principal_axes(x)
-            with _writing(folder / tensor.bookmarks_path) as file:
+            with store.replacing_file(folder / tensor.bookmarks_path) as file:
                 _write_bookmarks(
                     file,
                     _drawn_shape(x),
@@ -195,12 +194,6 @@ def _fill(
                 )
     store.replace_file(folder / store.EXPORT_EVENTS, _events())
     return config, sprite_px
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[BinaryIO]:
-    with store.replacing(path) as fd, os.fdopen(fd, "wb", closefd=False) as file:
-        yield file
 
 
 EXPORTERS: dict[str, Callable[..., Path]] = {
@@ -265,7 +258,7 @@ def _blocks(x: Matrix) -> Iterator[Array]:
 def _write_tensor(folder: Path, name: str, x: Matrix) -> str:
     """Write a tensor raw, or as text where raw would be read as text; returns the file's name."""
     path = f"{name}.{'tsv' if _reads_as_text(x) else 'bin'}"
-    with _writing(folder / path) as file:
+    with store.replacing_file(folder / path) as file:
         for values in _blocks(x):
             if path.endswith(".bin"):
                 file.write(values.tobytes())

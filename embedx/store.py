@@ -308,6 +308,13 @@ def replacing(path: Path, *, n_bytes: int | None = None, disk: DiskIO = _DISK) -
 
 
 @contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[io.BufferedRandom]:
+    """The same as :func:`replacing`, as a file to write and to read back."""
+    with replacing(path) as fd, os.fdopen(fd, "w+b", closefd=False) as file:
+        yield file
+
+
+@contextlib.contextmanager
 def replacing_folder(folder: Path, *, foreign: Callable[[Path], set[str]]) -> Iterator[Path]:
     """A folder to fill that takes the place of ``folder`` whole when the block ends.
 

@@ -269,12 +269,11 @@ def _target(embeddings: Embeddings, out: Path | None, name: str) -> Path:
 @contextlib.contextmanager
 def _exporting(path: Path) -> Iterator[BinaryIO]:
     """A file to fill that takes the name ``path`` when the block ends, with its hash beside it."""
-    with store.replacing(path) as fd:
-        with os.fdopen(fd, "w+b", closefd=False) as file:
-            yield file
-            file.flush()
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with store.replacing_file(path) as file:
+        yield file
+        file.flush()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         # Before the table takes its name: without its hash it would be taken for a user's.
         before = ""
         with contextlib.suppress(OSError):
