@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from embedx.export import export as export
     from embedx.extract import extract as extract
     from embedx.hooks import capture as capture
+    from embedx.hooks import intervene as intervene
     from embedx.project import project as project
     from embedx.record import join as join
     from embedx.record import record as record
@@ -32,6 +33,7 @@ _PUBLIC = {
     "evaluate": "evaluate",
     "export": "export",
     "extract": "extract",
+    "intervene": "hooks",
     "join": "record",
     "open": "store",
     "project": "project",
@@ -49,6 +51,7 @@ __all__ = [
     "evaluate",
     "export",
     "extract",
+    "intervene",
     "join",
     "open",
     "project",

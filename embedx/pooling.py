@@ -203,6 +203,20 @@ def _is_token(activation: Tensor, mask: Tensor) -> Tensor:
     return mask.bool().unsqueeze(2)
 
 
+def norm(activation: Tensor) -> Tensor:
+    """Take the length (L2 norm) of everything of a sample, such as of its gradient.
+
+    Args:
+        activation: Shape ``(n, ...)``.
+
+    Returns:
+        Shape ``(n, 1)``, float32 or wider, in the unit of ``activation``.
+    """
+    wide = activation.to(torch.promote_types(activation.dtype, torch.float32))
+    length: Tensor = torch.linalg.vector_norm(flatten(wide), dim=1, keepdim=True)
+    return length
+
+
 POOLINGS: dict[str, Function] = {
     "none": none,
     "flatten": flatten,
@@ -213,6 +227,7 @@ POOLINGS: dict[str, Function] = {
     "cls": cls,
     "mean_token": mean_token,
     "max_token": max_token,
+    "norm": norm,
 }
 
 
@@ -263,7 +278,7 @@ def _choices(activation: Tensor) -> str:
     fitting = {2: ["none"], 3: ["cls", "mean_token", "max_token", "flatten"]}.get(
         activation.ndim, ["gap", "max", "gem", "flatten"]
     )
-    if _may_be_channels_last(activation):
+    if may_be_channels_last(activation):
         fitting = ["gap_last", "flatten"]
     return " or ".join(f"pooling={name}" for name in fitting)
 
@@ -321,7 +336,7 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
-def _may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None = None) -> bool:
+def may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None = None) -> bool:
     """Whether it looks like ``(n, 7, 7, 768)``: to average its last two axes would be wrong.
 
     Args:
@@ -369,10 +384,10 @@ def choose(
         )
     if len(shape) == 3 and (tokens is not None or is_masked):
         return tokens or "mean_token"
-    may_be_last = _may_be_channels_last(activation, picture=picture)
+    may_be_last = may_be_channels_last(activation, picture=picture)
     if len(shape) == 4 and not may_be_last:
         return "gap"
     choices = "pooling=gap_last (of channels last) or pooling=gap (of channels first)"
-    if not may_be_last or _may_be_channels_last(activation):
+    if not may_be_last or may_be_channels_last(activation):
         choices = _choices(activation)
     raise ShapeError(f"pooling=auto cannot tell what {shape} means; choose {choices}")
