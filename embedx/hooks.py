@@ -483,7 +483,7 @@ class Capture(Mapping[str, Tensor]):
                     continue
                 value = _select_input(point, called, args, kwargs)
                 if point.is_gradient:
-                    awaited = self._await(point, _find(point, value), may_be_shared=True)
+                    awaited = self._await(point, _find(point, value))
                     if awaited is not None:
                         args, kwargs = _with_input(point, called, args, kwargs, awaited)
                         changed = args, kwargs
@@ -539,18 +539,8 @@ class Capture(Mapping[str, Tensor]):
                 kept = self._reduce(point, kept).detach()
         return kept
 
-    def _await(self, point: Point, value: Tensor, *, may_be_shared: bool = False) -> Tensor | None:
-        """Keep the gradient that will reach a tensor.
-
-        Args:
-            point: Where it is.
-            value: The tensor.
-            may_be_shared: Whether other layers may take the same tensor, whose part in the gradient
-                is not wanted.
-
-        Returns:
-            What has to go on in its place, or None for itself.
-        """
+    def _await(self, point: Point, value: Tensor) -> Tensor | None:
+        """Keep the gradient that will reach a tensor; a copy of it if one has to go on instead."""
         latest = self._own()  # a backward pass may run in another thread
         if not torch.is_grad_enabled():
             return None
@@ -564,11 +554,7 @@ class Capture(Mapping[str, Tensor]):
                 f"{point.name}: {point.layer} has a tensor of torch.inference_mode() there, which "
                 "has no gradient; make the model and what enters it outside of it"
             )
-        replaced = None
-        if not value.requires_grad:
-            value = replaced = value.detach().requires_grad_().clone()
-        elif may_be_shared or not _keeps_hooks(value):
-            value = replaced = value.clone()
+        carrier = _carrier(value, into=point.layer if point.is_at_input else None)
         latest.awaited.add(point.name)
         latest.tensors.pop(point.name, None)
 
@@ -578,8 +564,8 @@ class Capture(Mapping[str, Tensor]):
                 kept = kept.clone()
             latest.tensors[point.name] = kept
 
-        value.register_hook(keep)  # type: ignore[no-untyped-call]
-        return replaced
+        carrier.register_hook(keep)  # type: ignore[no-untyped-call]
+        return None if carrier is value else carrier
 
     def _keep_badge(
         self, point: Point, called: nn.Module, args: tuple[Any, ...], output: Any
@@ -644,12 +630,25 @@ class Capture(Mapping[str, Tensor]):
         )
 
 
-def _keeps_hooks(tensor: Tensor) -> bool:
-    """Whether a hook on it sees the gradient of what it is now, whatever is done with it later.
+def _carrier(value: Tensor, *, into: str | None) -> Tensor:
+    """A tensor whose hooks see the gradient of what a value is now, whatever is done with it later.
 
-    That of a view is lost when another layer works in place on it.
+    It is the value itself, or a copy that has to go on in its place: the hooks of a view are lost
+    when another layer works in place on it, and what needs no gradient has none.
+
+    Args:
+        value: Of floats, in a pass with gradients.
+        into: The layer that the value enters, where the part of others that may take the same
+            tensor is not wanted.
     """
-    return not tensor.is_leaf and not tensor._is_view()
+    if not value.requires_grad:
+        carrier = value.detach().requires_grad_().clone()
+    elif value.is_leaf or value._is_view() or into != getattr(value, "_embedx_into", None):
+        carrier = value.clone()
+    else:
+        return value
+    carrier._embedx_into = into  # type: ignore[attr-defined]
+    return carrier
 
 
 def _is_inner_call(module: nn.Module) -> bool:
@@ -1001,10 +1000,9 @@ class Intervention:
             self.fired.add(point.name)
             # A copy: a change may work in place, and others may hold the same tensor.
             return self._apply(point, value.clone())
-        if not torch.is_grad_enabled() or not value.requires_grad:
+        if not torch.is_grad_enabled():
             return value
-        if point.is_at_input or not _keeps_hooks(value):
-            value = value.clone()
+        value = _carrier(value, into=point.layer if point.is_at_input else None)
 
         def change(gradient: Tensor) -> Tensor:
             self.fired.add(point.name)
@@ -1040,8 +1038,8 @@ def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]
         changes: From capture points (also globs) to functions that get a copy of the tensor and
             return what takes its place, of the same shape; several at one point follow each other.
             At ``NAME:grad`` and ``NAME:grad_input`` they get the gradient in a backward pass. A
-            point without ``@`` of a layer that runs several times means each time. What a capture
-            at the same point shows is what the functions gave; of a gradient, what they got.
+            point without ``@`` of a layer that runs several times means each time. A capture at
+            the same point shows what the functions gave.
 
     Returns:
         A handle; as a ``with`` block it raises LayerError at the end if a point never fired.
