@@ -963,7 +963,7 @@ def test_what_cannot_be_placed_is_refused_in_one_line(tmp_path: Path) -> None:
         for key, value in {
             "weights_sha256": "else",
             "preprocess": 3,
-            "revisions": [1, 3, 1],
+            "revisions": [1, 2, 1],
             "pooling_code": ["mine"],
         }.items()
     }
