@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from embedx.export import export as export
     from embedx.extract import extract as extract
     from embedx.hooks import capture as capture
+    from embedx.layers import layers as layers
     from embedx.project import project as project
     from embedx.record import join as join
     from embedx.record import record as record
@@ -33,6 +34,7 @@ _PUBLIC = {
     "export": "export",
     "extract": "extract",
     "join": "record",
+    "layers": "layers",
     "open": "store",
     "project": "project",
     "record": "record",
@@ -50,6 +52,7 @@ __all__ = [
     "export",
     "extract",
     "join",
+    "layers",
     "open",
     "project",
     "record",
