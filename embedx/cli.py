@@ -64,7 +64,7 @@ STAGES = {
     "view": "draw maps as pictures, or serve the projector",
     "neighbors": "find the nearest rows, duplicates, outliers and doubtful labels",
     "compare": "rank several runs in one table, and draw their maps side by side",
-    "layers": "list the layers of a model",
+    "layers": "list the layers of a model: shapes, parameters, FLOPs, time",
     "info": "say what is in a file, and check it",
 }
 NOTE_LINES = 12
@@ -1081,22 +1081,24 @@ def _stage_run(values: dict[str, Any]) -> None:
 
 def _stage_layers(values: dict[str, Any]) -> None:
     from embedx.layers import layers
+    from embedx.models import without_values
 
     node = values.pop("model")
     check_arguments(layers, values, positional=1)
     build = _node(node, "model")
     # Names and shapes need no weights of ours; a key of the user's own may mean anything.
     is_ours = _is_ours(_locate(node["_target_"], "model"))
-    if is_ours and "weights" in node and node.get("checkpoint") is None:
+    is_empty = is_ours and "weights" in node and node.get("checkpoint") is None
+    if is_empty:
         build = _node({**node, "weights": None}, "model")
     data = values["format"] if values["out"] is None and values["format"] != "tree" else None
     # A pipe takes the data alone.
-    aside = contextlib.nullcontext() if data is None else contextlib.redirect_stdout(sys.stderr)
-    with aside:
-        model = build()
+    with contextlib.nullcontext() if data is None else contextlib.redirect_stdout(sys.stderr):
+        with without_values() if is_empty else contextlib.nullcontext():
+            model = build()
         table = layers(model, **values)
     if data is not None:
-        sys.stdout.buffer.write(table.as_csv() if data == "csv" else table.as_json())
+        sys.stdout.buffer.write(table.as_bytes(data))
         sys.stdout.flush()
         return
     if values["out"] is None:

@@ -665,7 +665,8 @@ def watched(
     """Be told of every call of every module, the model itself included, that this thread makes.
 
     Calls nest, those of a module within itself too: each that was entered is left, also where it
-    raised and the model went on from that. Fused attention, which skips modules, is off.
+    raised and the model went on from that. Fused attention, which skips modules, is off, and what
+    torch compiled runs as it is written.
 
     Args:
         module: The model; its hooks are as they were after the block.
@@ -691,11 +692,13 @@ def watched(
                 left(name, output)
 
         # The first, so that no other hook raises before it, and the last, which comes in any case.
-        yield child.register_forward_pre_hook(_as_written(before), prepend=True, with_kwargs=True)
-        yield child.register_forward_hook(_as_written(after), always_call=True)
+        yield child.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True)
+        yield child.register_forward_hook(_Hook(after), always_call=True)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_FAST_PATHS_OFF)
+        if "torch._dynamo" in sys.modules:  # what is compiled would call no hooks, or compile them
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, child in module.named_modules():
             for handle in register(name, child):
                 stack.callback(handle.remove)

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,13 +117,18 @@ class LayerTable:
         """The point that ``layers=penultimate`` captures; "" where there is none."""
         return next((layer.penultimate for layer in self.layers if layer.penultimate), "")
 
-    def as_csv(self) -> bytes:
-        """The rows in UTF-8, with the names of :class:`Layer` as heads."""
-        return as_csv([dataclasses.asdict(layer) for layer in self.layers], _COLUMNS)
+    def as_bytes(self, format: Format) -> bytes:
+        """The table as a file holds it, in UTF-8.
 
-    def as_json(self) -> bytes:
-        """The table as one object, its rows under ``layers``."""
-        return (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
+        Args:
+            format: ``csv`` for the rows, with the attributes of :class:`Layer` as heads; ``json``
+                for one object, with the rows under ``layers``; ``tree`` as in a terminal.
+        """
+        if format == "csv":
+            return as_csv([dataclasses.asdict(layer) for layer in self.layers], _COLUMNS)
+        about = {"penultimate": self.penultimate, **dataclasses.asdict(self)}
+        text = json.dumps(about, indent=1) if format == "json" else str(self)
+        return f"{text}\n".encode("utf-8", "backslashreplace")
 
     def lines(self) -> list[str]:
         """The table as a tree for a terminal, and below it what its figures are of."""
@@ -163,7 +169,7 @@ class LayerTable:
             f"parameters ({whole.trainable_parameters:,} trainable), "
             f"{_magnitude(whole.size_bytes, 'B')} with buffers",
             f"{cost}, for {whole.input_shape}; time is the share of one warm pass, the fastest of "
-            f"{self.n_passes}, {self.pass_s:.3f} s on {self.device}, and differs from run to run",
+            f"{self.n_passes}, {self.pass_s * 1e3:.2f} ms on {self.device}; other runs give others",
         ]
         if self.not_counted:
             lines.append(
@@ -237,7 +243,13 @@ def layers(
             marked = hooks.find_penultimate(module)
     if any(nn.parameter.is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
         log.info("%s has lazily sized layers: a copy of it is sized by the example", title)
-        module = copy.deepcopy(module)
+        empty: Any = nn.parameter.UninitializedBuffer  # torch cannot copy one
+        memo = {
+            id(buffer): empty(device=buffer.device, dtype=buffer.dtype)
+            for buffer in module.buffers()
+            if nn.parameter.is_lazy(buffer)
+        }
+        module = copy.deepcopy(module, memo)
     seen = _observe(module, example, title=title)
     rows = _rows(module, seen, marked)
     table = LayerTable(
@@ -251,8 +263,7 @@ def layers(
     )
     if path is not None:
         assert format is not None
-        data = {"csv": table.as_csv, "json": table.as_json, "tree": lambda: _text(table)}[format]()
-        store.replace_file(path, data)
+        store.replace_file(path, table.as_bytes(format))
         log.info("wrote %s: %s", path, number_of(len(table.layers), "row", "rows"))
         for line in table.summary():
             log.info("%s", line)
@@ -261,13 +272,9 @@ def layers(
 
 _MARKS = {  # how a file begins that may be replaced
     "csv": as_csv([], _COLUMNS).rstrip(),
-    "json": b'{\n "model": ',
+    "json": b'{\n "penultimate": ',
     "tree": b"layer ",
 }
-
-
-def _text(table: LayerTable) -> bytes:
-    return f"{table}\n".encode("utf-8", "backslashreplace")
 
 
 def _depth(name: str) -> int:
@@ -331,7 +338,7 @@ class _Seen:
 
 
 def _add(shapes: list[str], shape: str) -> None:
-    if shape not in shapes:
+    if shape not in shapes and "..." not in shapes:
         shapes.append(shape if len(shapes) < _MOST_PARTS else "...")
 
 
@@ -385,17 +392,18 @@ def _observe(module: nn.Module, example: hooks.Inputs, *, title: str) -> _Seen:
                 hooks.run_model(module, example, title=title)
         # Other passes: to count slows small operations, and the first one is cold.
         read = _clock(device)
-        begun_ns, last_ns = read(), 0
-        while not seen.n_passes or (
-            seen.n_passes < _MOST_PASSES and read() - begun_ns + last_ns < _PASSES_NS
-        ):
-            clock = _Own(read, Counter())
-            with hooks.watched(module, entered=clock.entered, left=clock.left):
+        clock = _Own(read, Counter())
+        with hooks.watched(module, entered=clock.entered, left=clock.left):
+            begun_ns, last_ns = read(), 0
+            while not seen.n_passes or (
+                seen.n_passes < _MOST_PASSES and read() - begun_ns + last_ns < _PASSES_NS
+            ):
+                clock.own = Counter()
                 hooks.run_model(module, example, title=title)
-            last_ns = sum(clock.own.values())
-            if not seen.n_passes or last_ns < sum(seen.spent_ns.values()):
-                seen.spent_ns = clock.own
-            seen.n_passes += 1
+                last_ns = sum(clock.own.values())
+                if not seen.n_passes or last_ns < sum(seen.spent_ns.values()):
+                    seen.spent_ns = clock.own
+                seen.n_passes += 1
     return seen
 
 
@@ -447,7 +455,9 @@ def _counter(not_counted: set[str]) -> Iterator[FlopCounterMode]:
     """torch's counter, with formulas of the fused operations that it has none of."""
     formulas = _formulas()
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
-    with _Foreign({*counter.flop_registry}, not_counted), counter:
+    with warnings.catch_warnings(), _Foreign({*counter.flop_registry}, not_counted), counter:
+        # The counter has hooks of its own on all modules, and makes no use of what they see here.
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are")
         yield counter
 
 
@@ -487,11 +497,10 @@ def _raw(formula: Callable[..., int]) -> Callable[..., int]:
 @_raw
 def _recurrent(x: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Each matrix of weights is applied at each step of each sequence."""
-    weights: list[Tensor] = []
-    for value in args:  # one after the other, or in a list; states have three axes
-        several = value if isinstance(value, (list, tuple)) else [value]
-        weights += [v for v in several if isinstance(v, Tensor) and v.ndim == 2]
-    return 2 * x[..., 0].numel() * sum(weight.numel() for weight in weights)
+    # In a list, or as four arguments of one layer in one direction, biases among them.
+    weights = args[0] if isinstance(args[0], (list, tuple)) else args[:4]
+    n_weights: int = sum(weight.numel() for weight in weights if weight.ndim == 2)
+    return 2 * x[..., 0].numel() * n_weights
 
 
 def _attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -523,7 +532,8 @@ def _bilinear(
         for axis in sorted(added):
             whole.insert(axis, 1)
         shapes.append(whole)
-    return 2 * math.prod(map(max, *shapes))
+    widest: list[int] = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    return 2 * math.prod(widest)
 
 
 @_raw
