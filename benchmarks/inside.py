@@ -3,8 +3,8 @@
 Run: python benchmarks/inside.py [--pairs 5]
 Prints medians over interleaved runs of whole processes:
 
-- the table of layers of vit_b_16 (`layers`), beside a process that imports torch and torchvision and
-  does nothing, as seconds beyond it.
+- the table of layers of vit_b_16 (`layers`), in seconds beyond those of a process that imports
+  torch and torchvision and does nothing.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from embedx import hooks, store
 from embedx.checks import checked
-from embedx.errors import ConfigError, LayerError, listed, number_of, short
+from embedx.errors import ConfigError, LayerError, ModelError, listed, number_of, short
 from embedx.models import Model
 from embedx.tables import aligned, as_csv
 
@@ -163,11 +163,15 @@ class LayerTable:
     def summary(self) -> list[str]:
         """Totals, and what they leave out."""
         whole = self.layers[0]
-        cost = f"{_magnitude(whole.multiply_adds)} multiply-adds, {_magnitude(whole.flops)} FLOPs"
+        cost = "no multiply-adds"
+        if whole.flops:
+            cost = (
+                f"{_magnitude(whole.multiply_adds)} multiply-adds, {_magnitude(whole.flops)} FLOPs"
+            )
         lines = [
             f"{self.model}: {number_of(self.n_layers, 'layer', 'layers')}, {whole.parameters:,} "
             f"parameters ({whole.trainable_parameters:,} trainable), "
-            f"{_magnitude(whole.size_bytes, 'B')} with buffers",
+            f"{_magnitude(whole.size_bytes, 'B') if whole.size_bytes else '0 B'} with buffers",
             f"{cost}, for {whole.input_shape}; time is the share of one warm pass, the fastest of "
             f"{self.n_passes}, {self.pass_s * 1e3:.2f} ms on {self.device}; other runs give others",
         ]
@@ -216,7 +220,7 @@ def layers(
         ConfigError: ``depth`` is negative, or ``model`` is no network.
         LayerError: The penultimate layer that the model names is not there, or a module takes no
             hooks.
-        ModelError: The model fails on the example.
+        ModelError: The model fails on the example, or its tensors have no values (device meta).
         StoreError: ``out`` is a file that embedx did not write, or there is no space.
     """
     if depth is not None and depth < 0:
@@ -233,6 +237,11 @@ def layers(
         if isinstance(model, Model)
         else (model, type(model).__name__.lower(), None)
     )
+    if _device(module).type == "meta":
+        raise ModelError(
+            f"{title} is on the device meta, where tensors have no values to run it with; put it on "
+            "one that has: model.to_empty(device='cpu')"
+        )
     if example is None:
         example = _example(model)
     marked = None

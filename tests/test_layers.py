@@ -558,6 +558,16 @@ def test_wrong_models_and_examples_are_told_in_one_line() -> None:
         embedx.layers(nn.Linear(2, 2), example=[torch.ones(1, 2)] * 2)
 
 
+def test_a_model_without_figures_says_so() -> None:
+    table = embedx.layers(nn.Identity().eval(), example=torch.ones(1, 2))
+    lines = str(table).splitlines()
+    assert lines[-2] == "identity: 0 layers, 0 parameters (0 trainable), 0 B with buffers"
+    assert lines[-1].startswith("no multiply-adds, for 1x2; ")
+    assert table.penultimate == ""
+    with pytest.raises(ModelError, match="^linear is on the device meta, .*to_empty"):
+        embedx.layers(nn.Linear(2, 2, device="meta"), example=torch.ones(1, 2, device="meta"))
+
+
 NET = ("model=mobilenet_v3_small", "model.weights=null", "model.input_size=64")
 
 
