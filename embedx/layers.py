@@ -239,8 +239,8 @@ def layers(
     )
     if _device(module).type == "meta":
         raise ModelError(
-            f"{title} is on the device meta, where tensors have no values to run it with; put it on "
-            "one that has: model.to_empty(device='cpu')"
+            f"{title} is on the device meta, where tensors have no values to run it with; put it "
+            "on one that has: model.to_empty(device='cpu')"
         )
     if example is None:
         example = _example(model)

@@ -7,6 +7,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +180,15 @@ def without_values() -> Iterator[None]:
 
     To draw and to hash them takes a second, and who looks at layers and shapes has no use for them.
     """
-    _HAS_VALUES.append(False)
+    before = _HAS_VALUES.set(False)
     try:
         with _NoDraws():
             yield
     finally:
-        _HAS_VALUES.pop()
+        _HAS_VALUES.reset(before)
 
 
-_HAS_VALUES = [True]
+_HAS_VALUES: ContextVar[bool] = ContextVar("has_values", default=True)
 
 
 def _check_seed(seed: int) -> None:
@@ -243,7 +244,7 @@ def _finish(
     return Model(
         module=module.eval(),
         weights=weights.words,
-        weights_sha256=weights.sha256 or (state_sha256(module) if _HAS_VALUES[-1] else ""),
+        weights_sha256=weights.sha256 or (state_sha256(module) if _HAS_VALUES.get() else ""),
         code=code_sha256(module, arguments=arguments),
         license=weights.license,
         notes=notes,
