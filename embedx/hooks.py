@@ -852,6 +852,29 @@ def find_output(
     )
 
 
+@contextlib.contextmanager
+def watching(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
+    """Note what each module gives, call by call, while the model runs within the block.
+
+    Yields:
+        Name and output, in the order in which they come. The outputs are no copies: a layer that
+        works in place may have changed one.
+    """
+    fired: list[tuple[str, Any]] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            fired.append((name, output))
+
+        return after
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_FAST_PATHS_OFF)
+        for name, child in module.named_modules():
+            stack.callback(child.register_forward_hook(watch(name)).remove)
+        yield fired
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """One row of the table of layers.

@@ -263,7 +263,7 @@ def _choices(activation: Tensor) -> str:
     fitting = {2: ["none"], 3: ["cls", "mean_token", "max_token", "flatten"]}.get(
         activation.ndim, ["gap", "max", "gem", "flatten"]
     )
-    if _may_be_channels_last(activation):
+    if may_be_channels_last(activation):
         fitting = ["gap_last", "flatten"]
     return " or ".join(f"pooling={name}" for name in fitting)
 
@@ -321,7 +321,7 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
-def _may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None = None) -> bool:
+def may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None = None) -> bool:
     """Whether it looks like ``(n, 7, 7, 768)``: to average its last two axes would be wrong.
 
     Args:
@@ -369,10 +369,10 @@ def choose(
         )
     if len(shape) == 3 and (tokens is not None or is_masked):
         return tokens or "mean_token"
-    may_be_last = _may_be_channels_last(activation, picture=picture)
+    may_be_last = may_be_channels_last(activation, picture=picture)
     if len(shape) == 4 and not may_be_last:
         return "gap"
     choices = "pooling=gap_last (of channels last) or pooling=gap (of channels first)"
-    if not may_be_last or _may_be_channels_last(activation):
+    if not may_be_last or may_be_channels_last(activation):
         choices = _choices(activation)
     raise ShapeError(f"pooling=auto cannot tell what {shape} means; choose {choices}")
