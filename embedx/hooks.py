@@ -1,10 +1,12 @@
-"""Capture points: what a layer takes in or gives out, copied during the model's own forward pass.
+"""Capture points: what a layer takes in or gives out, copied during the model's own passes.
 
 This is the only module that registers hooks. A point is written ``NAME[@CALL][:WHAT[.PATH]]``:
-``layer4``, ``layer1.0.relu@1`` (its second call in a pass), ``fc:input``, ``encoder:output.0``.
+``layer4``, ``layer1.0.relu@1`` (its second call in a pass), ``fc:input``, ``encoder:output.0``,
+``layer4:grad`` (the gradient at its output), ``fc:badge`` (that of a loss at its weight).
 """
 
 import contextlib
+import copy
 import dataclasses
 import fnmatch
 import inspect
@@ -31,7 +33,8 @@ log = logging.getLogger("embedx")
 HOOKS_REVISION = 3  # raised when what a point captures changes; part of every file's id
 
 _POINT = re.compile(r"(?P<layer>[^@:]+)(@(?P<call>\d+))?(:(?P<what>[a-z_]+)(\.(?P<path>.+))?)?")
-_WHATS = ("output", "input")
+_GRADIENTS = ("grad", "grad_input")
+_WHATS = ("output", "input", *_GRADIENTS, "badge")
 
 Reduce = Callable[["Point", Tensor], Tensor]
 
@@ -47,7 +50,8 @@ class Point:
     Attributes:
         layer: Dotted name in ``named_modules()``.
         call: Which call within a pass, from 0; None for a layer that runs once a pass.
-        what: ``output`` or ``input``.
+        what: ``output``, ``input``, ``grad`` (the gradient at the output), ``grad_input``, or
+            ``badge`` (the gradient at the weight of the last layer, see :func:`_badge`).
         path: Way into a structured value: positions, keys or attribute names.
     """
 
@@ -63,6 +67,16 @@ class Point:
         path = "".join(f".{part}" for part in self.path)
         what = f":{self.what}{path}" if self.what != "output" or path else ""
         return f"{self.layer}{call}{what}"
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it takes a backward pass."""
+        return self.what in _GRADIENTS
+
+    @property
+    def is_at_input(self) -> bool:
+        """Whether it lies where the layer begins, and not where it ends."""
+        return self.what in ("input", "grad_input")
 
 
 def parse_point(text: str) -> Point:
@@ -237,20 +251,34 @@ _FAST_PATHS_OFF = _FastPathsOff()
 
 @dataclasses.dataclass
 class _Pass:
-    """What fired in the latest pass of a thread, whose beginning was seen or not."""
+    """What fired in the latest pass of a thread, whose beginning was seen or not.
+
+    Attributes:
+        has_begun: Whether it was.
+        calls: How often each layer ran.
+        tensors: What was captured; gradients come when they are computed.
+        awaited: Points whose gradient will come with a backward pass.
+        scores: What layers gave of which a ``badge`` was taken, as the model has to give it too.
+    """
 
     has_begun: bool = False
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    awaited: set[str] = dataclasses.field(default_factory=set)
+    scores: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Capture(Mapping[str, Tensor]):
-    """The tensors of the latest forward pass, by the name of their point.
+    """The tensors of the latest pass, by the name of their point.
 
     A ``with`` block: hooks are set on entry and removed on exit, whatever happens in between.
     Reading a point that did not fire, or whose layer ran twice, raises LayerError. Where several
     threads run the model, each reads what its own passes gave. What ``backward()`` runs again
     (activation checkpointing) belongs to no pass.
+
+    Gradients are there after ``backward()`` of what the model gave, and are those of what that was
+    called on: of a sum over a batch, each sample has its own. They come also where all parameters
+    are frozen, and at a layer that another one works on in place.
 
     Args:
         module: The model.
@@ -310,6 +338,9 @@ class Capture(Mapping[str, Tensor]):
                 for handle in self._register(layer, modules[layer]):
                     stack.callback(handle.remove)
                     self._handles.append(handle)
+            if any(point.what == "badge" for point in self._points.values()):
+                end = self._module.register_forward_hook(_as_written(self._require_scores))
+                stack.callback(end.remove)
             self._stack = stack.pop_all()
         self._active = True
         return self
@@ -423,19 +454,20 @@ class Capture(Mapping[str, Tensor]):
         """
         self._is_reset = True
         latest = self._latest()
-        latest.calls.clear()
-        latest.tensors.clear()
+        for thread, one in self._passes.items():
+            if one is latest:  # not emptied: a gradient of it may be on its way
+                self._passes[thread] = _Pass(has_begun=latest.has_begun)
 
     def _register(self, layer: str, module: nn.Module) -> Iterator[Any]:
         points = [p for p in self._points.values() if p.layer == layer]
-        inputs = [p for p in points if p.what == "input"]
-        outputs = [p for p in points if p.what == "output"]
+        inputs = [p for p in points if p.is_at_input]
+        outputs = [p for p in points if not p.is_at_input]
 
         handles: list[Any] = []
 
-        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if called is not module or not self._is_watched():
-                return
+                return None
             # Where a method of the model is called, no pass has begun that would have done this.
             for handle in handles[1:]:
                 _is_last(handle)
@@ -445,16 +477,40 @@ class Capture(Mapping[str, Tensor]):
                     "began; set it before, or call the model itself, not a method of it"
                 )
             self._own().calls[layer] += 1
+            changed = None
             for point in inputs:
-                self._keep(point, _select_input(point, called, args, kwargs))
+                if not self._is_this_call(point):
+                    continue
+                value = _select_input(point, called, args, kwargs)
+                if point.is_gradient:
+                    awaited = self._await(point, self._find(point, value), may_be_shared=True)
+                    if awaited is not None:
+                        args, kwargs = _with_input(point, called, args, kwargs, awaited)
+                        changed = args, kwargs
+                else:
+                    self._keep(point, self._find(point, value))
             self._end_if_all_fired()
+            return changed
 
-        def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if called is not module or not self._is_watched():
-                return
+                return None
+            changed = None
             for point in outputs:
-                self._keep(point, output)
+                if not self._is_this_call(point):
+                    continue
+                if point.what == "badge":
+                    self._keep_badge(point, called, args, output)
+                    continue
+                value = self._find(point, output)
+                if point.is_gradient:
+                    awaited = self._await(point, value)
+                    if awaited is not None:
+                        output = changed = _with_part(output, point.path, awaited)
+                else:
+                    self._keep(point, value)
             self._end_if_all_fired()
+            return changed
 
         # Other hooks may change what the layer takes in or gives out: ours sees the final value.
         handles.append(module.register_forward_pre_hook(_as_written(before), with_kwargs=True))
@@ -467,10 +523,12 @@ class Capture(Mapping[str, Tensor]):
         if self.stops_early and len(self._own().tensors) == len(self._points):
             raise _Stop
 
-    def _keep(self, point: Point, value: Any) -> None:
-        if point.call is not None and self._own().calls[point.layer] != point.call + 1:
-            return
-        path = point.path[1:] if point.what == "input" else point.path
+    def _is_this_call(self, point: Point) -> bool:
+        return point.call is None or self._own().calls[point.layer] == point.call + 1
+
+    def _find(self, point: Point, value: Any) -> Tensor:
+        """The tensor that a point means, in what enters or leaves its layer."""
+        path = point.path[1:] if point.is_at_input else point.path
         for depth, key in enumerate(path):
             value = _step(value, key, point, ".".join(path[:depth]))
         if not isinstance(value, Tensor):
@@ -478,15 +536,100 @@ class Capture(Mapping[str, Tensor]):
                 f"{point.name} is a {type(value).__name__}, not a tensor; choose a part of it: "
                 f"{_choices(point, value)}"
             )
-        kept = value.detach()
-        if self._reduce is not None:
-            with torch.no_grad():  # it may have parameters of its own
-                kept = self._reduce(point, kept).detach()
+        return value
+
+    def _keep(self, point: Point, value: Tensor) -> None:
+        kept = self._reduced(point, value)
         if kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
             kept = kept.clone()  # the next layer may work in place on the original
         self._own().tensors[point.name] = kept
 
+    def _reduced(self, point: Point, value: Tensor) -> Tensor:
+        kept = value.detach()
+        if self._reduce is not None:
+            with torch.no_grad():  # it may have parameters of its own
+                kept = self._reduce(point, kept).detach()
+        return kept
+
+    def _await(self, point: Point, value: Tensor, *, may_be_shared: bool = False) -> Tensor | None:
+        """Keep the gradient that will reach a tensor.
+
+        Args:
+            point: Where it is.
+            value: The tensor.
+            may_be_shared: Whether other layers may take the same tensor, whose part in the gradient
+                is not wanted.
+
+        Returns:
+            What has to go on in its place, or None for itself. The hook of a view is lost when
+            another layer works in place on it, and of what needs no gradient there is none.
+        """
+        latest = self._own()  # a backward pass may run in another thread
+        if not torch.is_grad_enabled():
+            return None
+        if not (value.is_floating_point() or value.is_complex()):
+            raise LayerError(
+                f"{point.name}: {point.layer} has {value.dtype} there, which has no gradient; "
+                "choose a layer of floats"
+            )
+        if value.is_inference():
+            raise LayerError(
+                f"{point.name}: {point.layer} has a tensor of torch.inference_mode() there, which "
+                "has no gradient; make the model and what enters it outside of it"
+            )
+        replaced = None
+        if not value.requires_grad:
+            value = replaced = value.detach().requires_grad_().clone()
+        elif may_be_shared or value.is_leaf or value._is_view():
+            value = replaced = value.clone()
+        latest.awaited.add(point.name)
+        latest.tensors.pop(point.name, None)
+
+        def keep(gradient: Tensor) -> None:
+            kept = self._reduced(point, gradient)
+            if kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
+                kept = kept.clone()
+            latest.tensors[point.name] = kept
+
+        value.register_hook(keep)  # type: ignore[no-untyped-call]
+        return replaced
+
+    def _keep_badge(
+        self, point: Point, called: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
+        latest = self._own()
+        latest.scores[point.name] = output
+        self._keep(point, _badge(point, called, args, output))
+
+    def _require_scores(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        if module is not self._module or not self._is_watched() or _is_inner_call(module):
+            return
+        for name, scores in self._own().scores.items():
+            given = class_scores(output)
+            is_same = given is scores or (
+                given is not None
+                and given.shape == scores.shape
+                and _is_same(given.detach(), scores.detach())
+            )
+            if not is_same:
+                raise LayerError(
+                    f"{name}: {self._points[name].layer} does not give the class scores of the "
+                    "model; choose the layer that does, most often the last Linear"
+                )
+        self._own().scores.clear()
+
     def _explain(self, point: Point, calls: int, *, is_told: bool) -> LayerError:
+        is_one = calls == 1 if point.call is None else calls > point.call and is_told
+        if point.is_gradient and is_one:
+            if point.name in self._latest().awaited:
+                return LayerError(
+                    f"{point.name}: no gradient has reached {point.layer}; call backward() on what "
+                    "the model gives, and choose a layer that leads to it"
+                )
+            return LayerError(
+                f"{point.name}: the pass ran without gradients (torch.no_grad(), or activation "
+                "checkpointing around the layer); run it with them"
+            )
         if point.call is not None and calls > point.call and not is_told:
             return LayerError(
                 f"{point.name}: {point.layer} ran {calls} times, and which calls are of one pass "
@@ -591,6 +734,92 @@ def _select_input(
         f"{point.layer} {what}; choose from: "
         + (", ".join(f"{point.layer}:input.{choice}" for choice in choices) or "none")
     )
+
+
+def _with_input(
+    point: Point,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensor: Tensor,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What enters a layer, with another tensor at a point of its input."""
+    was = _select_input(point, module, args, kwargs)
+    now = _with_part(was, point.path[1:], tensor)
+    key = point.path[0] if point.path else None
+    if key is None:
+        key = "0" if args else next(name for name, value in kwargs.items() if value is was)
+    if key in kwargs:
+        return args, {**kwargs, key: now}
+    return tuple(now if i == int(key) else value for i, value in enumerate(args)), kwargs
+
+
+def _with_part(value: Any, path: Sequence[str], tensor: Tensor) -> Any:
+    """A structured value with another tensor at a path into it; the value itself is let be."""
+    if not path:
+        return tensor
+    key, *rest = path
+    if isinstance(value, Mapping):
+        own = next(one for one in [key, *value] if str(one) == key and one in value)
+        changed: Any = copy.copy(value)
+        changed[own] = _with_part(value[own], rest, tensor)
+        return changed
+    if hasattr(value, "_fields"):
+        name = value._fields[int(key)] if key.isdigit() else key
+        return value._replace(**{name: _with_part(getattr(value, name), rest, tensor)})
+    if isinstance(value, (tuple, list)):
+        parts = [
+            _with_part(part, rest, tensor) if i == int(key) else part
+            for i, part in enumerate(value)
+        ]
+        return type(value)(parts)
+    changed = copy.copy(value)
+    object.__setattr__(changed, key, _with_part(getattr(value, key), rest, tensor))
+    return changed
+
+
+def class_scores(output: Any) -> Tensor | None:
+    """The scores ``(n, classes)`` in what a model gives, or None: itself, or its ``logits``."""
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif not isinstance(output, Tensor):
+        output = getattr(output, "logits", None)
+    is_scores = isinstance(output, Tensor) and output.ndim == 2 and output.is_floating_point()
+    return output if is_scores else None
+
+
+def _badge(point: Point, module: nn.Module, args: tuple[Any, ...], scores: Any) -> Tensor:
+    """The gradient of a loss at the weight of the last layer, of each sample.
+
+    The loss is the cross-entropy of the class that the model predicts, so that a row is long where
+    the model is unsure. It takes no backward pass: with h ``(n, d)``, which enters the layer, and
+    the probabilities p of the classes, it is ``(p - onehot(argmax p))`` times h.
+
+    Returns:
+        Shape ``(n, classes * d)``, class by class.
+
+    References:
+        Ash et al. 2020, Deep Batch Active Learning by Diverse, Uncertain Gradient Lower Bounds,
+        arXiv:1906.03671, section 3.
+    """
+    if not isinstance(module, nn.Linear) or point.path or not args:
+        raise LayerError(
+            f"{point.name}: badge is of a Linear layer that gives the class scores, written "
+            f"NAME:badge; {point.layer} is a {type(module).__name__}"
+            + ("" if args else ", called by keyword")
+        )
+    if scores.ndim != 2 or scores.shape[1] < 2:
+        raise LayerError(
+            f"{point.name}: badge takes class scores (n, classes), of two classes at least, and "
+            f"{point.layer} gives {tuple(scores.shape)}"
+        )
+    with torch.no_grad():
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.detach().to(wide).softmax(1)
+        weights = weights - nn.functional.one_hot(scores.argmax(1), scores.shape[1])
+        entered = args[0].detach().to(wide)
+        outer: Tensor = weights.unsqueeze(2) * entered.unsqueeze(1)
+        return outer.flatten(1)
 
 
 def _keys(value: Any) -> list[str]:
