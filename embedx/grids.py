@@ -1,8 +1,9 @@
-"""From an activation to feature maps: which of its axes, or which of its tokens, are the picture's."""
+"""From an activation to feature maps: which axes of it, or which tokens, are the picture's."""
 
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -38,8 +39,9 @@ class Grid:
             return activation
         if self.form == "last":
             return activation.movedim(-1, 1)
+        n, _, c = activation.shape
         tokens = activation[:, self.n_prefix :]
-        return tokens.unflatten(1, (self.h, self.w)).movedim(-1, 1)
+        return tokens.reshape(n, self.h, self.w, c).movedim(-1, 1)
 
     @property
     def words(self) -> str:
@@ -59,8 +61,8 @@ def grid_of(
 ) -> Grid | None:
     """The grid of what a layer gives, or None where that is no set of feature maps.
 
-    Maps of one pixel are none. Tokens are those of the picture where, but for a few that come first,
-    they are as many as the patches of some size that the picture has.
+    Maps of one pixel are none. Tokens are those of the picture where, but for a few that come
+    first, they are as many as the patches of some size that the picture has.
 
     Args:
         activation: What a layer gives.
@@ -89,9 +91,7 @@ def _is_alike(grid: tuple[int, int], picture: tuple[int, int]) -> bool:
     return max(steps) / min(steps) <= max(1 + 2 / min(grid), 1.1)
 
 
-def _of_tokens(
-    t: int, picture: tuple[int, int], patches: tuple[int, int] | None
-) -> Grid | None:
+def _of_tokens(t: int, picture: tuple[int, int], patches: tuple[int, int] | None) -> Grid | None:
     if patches is not None and 0 <= t - patches[0] * patches[1] <= PREFIX_TOKENS_MOST:
         return Grid("tokens", *patches, n_prefix=t - patches[0] * patches[1])
     found: list[tuple[int, int, int]] = []
@@ -116,7 +116,7 @@ class Seen:
     """What a module gave in an example pass, where that is a set of feature maps.
 
     Attributes:
-        name: Of the module.
+        name: Of the module, with ``@CALL`` where it runs more than once.
         output: What it gave, as it was at the end of the pass.
         grid: Where the maps are.
         is_pooled: Whether it is what a pooling layer gave.
@@ -141,7 +141,7 @@ def seen_in(
     n: int,
     picture: tuple[int, int],
 ) -> list[Seen]:
-    """The feature maps of a pass, in the order in which they came, of layers that ran once.
+    """The feature maps of a pass, in the order in which they came.
 
     Args:
         module: The network.
@@ -150,20 +150,22 @@ def seen_in(
         picture: Height and width of what entered.
     """
     modules = dict(module.named_modules())
-    calls: dict[str, int] = {}
+    calls = Counter(name for name, _ in fired)
     pooled: dict[int, bool] = {}  # by the tensor: whether the layer that made it is a pooling
     for name, output in fired:
-        calls[name] = calls.get(name, 0) + 1
         pooled.setdefault(id(output), "Pool" in type(modules[name]).__name__)
     patches = patches_in(fired, n=n, picture=picture)
     seen = []
+    n_before: Counter[str] = Counter()
     for name, output in fired:
+        point = name if calls[name] == 1 else f"{name}@{n_before[name]}"
+        n_before[name] += 1
         grid = grid_of(output, n=n, picture=picture, patches=patches.get(_width(output)))
         # What these give is given by another layer too, or is attention from token to token.
         is_bare = re.search("Dropout|Identity|Softmax", type(modules[name]).__name__)
-        if grid is not None and name and calls[name] == 1 and not is_bare:
+        if grid is not None and name and not is_bare:
             has_parts = next(modules[name].children(), None) is not None
-            seen.append(Seen(name, output, grid, pooled[id(output)], has_parts))
+            seen.append(Seen(point, output, grid, pooled[id(output)], has_parts))
     return seen
 
 
@@ -191,6 +193,7 @@ def through_depth(seen: Sequence[Seen]) -> list[str]:
     less than four sizes, blocks that follow each other, evenly spaced.
     """
     sizes: dict[tuple[int, int], Seen] = {}
+    seen = [one for one in seen if "@" not in one.name]
     for one in seen:
         before = sizes.get((one.grid.h, one.grid.w))
         if not one.is_pooled and (before is None or one.depth <= before.depth):
