@@ -1212,10 +1212,7 @@ def _again(path: Path, attrs: Mapping[str, Any]) -> str:
         return "copied of embeddings that were made elsewhere"
     stage = "explain" if attrs.get("format") == store.MAPS_FORMAT else "extract"
     try:
-        if is_projection:
-            words = _project_again(path, attrs)
-        else:
-            words = _made_again(stage, path, attrs)
+        words = _project_again(path, attrs) if is_projection else _made_again(stage, path, attrs)
     except (ConfigError, RecursionError):
         return UNSAID
     if isinstance(words, str):
