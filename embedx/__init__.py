@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from embedx.export import export as export
     from embedx.extract import extract as extract
     from embedx.hooks import capture as capture
+    from embedx.hooks import intervene as intervene
     from embedx.project import project as project
     from embedx.record import join as join
     from embedx.record import record as record
@@ -34,6 +35,7 @@ _PUBLIC = {
     "explain": "explain",
     "export": "export",
     "extract": "extract",
+    "intervene": "hooks",
     "join": "record",
     "open": "store",
     "project": "project",
@@ -52,6 +54,7 @@ __all__ = [
     "explain",
     "export",
     "extract",
+    "intervene",
     "join",
     "open",
     "project",

@@ -37,6 +37,8 @@ ROW_SETTINGS = (
     "dtype",
     "save_outputs",
     "thumbnails",
+    "objective",
+    "ablate",
 )
 _WHERE = ("name", "out", "overwrite", "embeddings")
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from embedx import data as sources
 from embedx import fold, hooks, models, store
 from embedx import pooling as pools
+from embedx.ablations import Ablation, as_ablations, changes
 from embedx.checks import checked
 from embedx.columns import concatenated
 from embedx.configs import public_config, settings_sha256
@@ -63,6 +64,7 @@ from embedx.inputs import (
     workers_said,
 )
 from embedx.models import Model, Preprocess
+from embedx.objectives import Backward, Objective
 from embedx.parts import append_parts
 from embedx.pooling import Function
 from embedx.progress import Progress
@@ -88,6 +90,8 @@ def extract(
     dtype: Literal["float32", "float16"] = "float32",
     save_outputs: bool = False,
     thumbnails: int = 32,
+    objective: Objective | None = None,
+    ablate: Sequence[Mapping[str, Any] | Ablation] | None = None,
     on_error: Literal["skip", "raise"] = "skip",
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -122,6 +126,11 @@ def extract(
         dtype: Of the stored numbers.
         save_outputs: Keep the model's outputs too, as ``logits`` and ``predicted``.
         thumbnails: Side in px of the miniatures kept for pictures; 0 for none.
+        objective: What the gradients of points such as ``layer4:grad`` are of: ``predicted``, the
+            score of the class with the highest one (where not given); ``loss``, the cross-entropy
+            of the label; or the number of a class, for its score.
+        ablate: Parts of layers to silence or change in the pass, a mapping each with the keys of
+            :class:`~embedx.ablations.Ablation`: ``{at: layer4, channels: [3, 5], by: zero}``.
         on_error: ``skip`` marks a sample that cannot be read as failed, ``raise`` stops at it.
         out: Folder for ``embeddings.h5``; one below ``outputs``, named after model and data, where
             not given.
@@ -177,6 +186,7 @@ def extract(
         penultimate=described.layer,
         title=described.name if isinstance(model, Model) else None,
     )
+    ablations = as_ablations(ablate)
     plan = _Plan(
         model=described,
         source=source if isinstance(source, Source) else _ahead(source),
@@ -201,6 +211,13 @@ def extract(
         thumbnails=thumbnails,
         on_error=on_error,
         only_pictures=preprocess is not None,
+        objective=_objective(points, objective, source),
+        ablations=ablations,
+        ablated=[
+            point
+            for one in ablations
+            for point in hooks.resolve_points(described.module, one.at, title=described.name)
+        ],
     )
     identity = plan.identity()
     if isinstance(source, Shards):
@@ -240,6 +257,8 @@ def extract(
         "dtype": dtype,
         "save_outputs": save_outputs,
         "thumbnails": thumbnails,
+        "objective": plan.objective,
+        "ablate": [one.settings() for one in ablations] or None,
         "batch_size": batch_size,
     }
     recorded = dict(config) if config is not None else given
@@ -284,6 +303,9 @@ class _Plan:
     thumbnails: int
     on_error: str
     only_pictures: bool
+    objective: Objective | None
+    ablations: list[Ablation]
+    ablated: list[hooks.Point]
 
     @property
     def has_own_pooling(self) -> bool:
@@ -304,8 +326,12 @@ class _Plan:
         prepared = self.model.preprocess
         makes_batches = self.source.collate is not None
         tokenizer = self.model.tokenizer
+        # What only some runs have is left out of the others, whose ids are older than it.
+        ablated = [one.settings() for one in self.ablations]
         return {
             **({} if tokenizer is None else {"tokenizer": tokenizer.config()}),
+            **({} if self.objective is None else {"objective": self.objective}),
+            **({"ablate": ablated} if ablated else {}),
             "model": self.model.source,
             "weights_sha256": self.model.weights_sha256,
             "code": self.model.code,
@@ -330,6 +356,39 @@ class _Plan:
                 models.PREPROCESS_REVISION,
             ],
         }
+
+
+def _objective(
+    points: Sequence[hooks.Point], asked: Objective | None, source: Source | Shards
+) -> Objective | None:
+    """What gradients are of; None where there are none.
+
+    Raises:
+        ConfigError: It has no use, or takes labels that are not there.
+    """
+    names = ", ".join(point.name for point in points if point.is_gradient)
+    if not names:
+        if asked is not None:
+            raise ConfigError(
+                f"objective={asked} has no use without a gradient, such as layers=[NAME:grad]; "
+                "leave it out"
+            )
+        return None
+    if asked is None:
+        log.info("%s: gradients of the score of the predicted class (objective=predicted)", names)
+    if asked != "loss":
+        return "predicted" if asked is None else asked
+    if isinstance(source, Shards):
+        raise ConfigError(
+            f"objective=loss takes labels, and how those of {source.name} are numbered is known "
+            "when all shards are read; use objective=predicted, or the number of a class"
+        )
+    if not (source.labels_in_items or source.labels is not None):
+        raise ConfigError(
+            f"objective=loss takes labels, and {source.name} has none; use objective=predicted, or "
+            "the number of a class"
+        )
+    return asked
 
 
 def _normalized(model: Model, points: Sequence[hooks.Point], asked: bool | None) -> list[bool]:
@@ -952,7 +1011,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
         # another batch, or look at strides: only what is known is run otherwise than as written.
         is_known = fold.is_known(module)
         if is_known:
-            stack.enter_context(fold.folded(module, plan.points))
+            stack.enter_context(fold.folded(module, [*plan.points, *plan.ablated]))
         elif names := _own_generators(module):
             log.warning(
                 "%s has a random generator of its own, which goes on from pass to pass: %s; if it "
@@ -961,24 +1020,44 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 listed(names),
             )
         memory = _Memory(plan, is_known=is_known)
+        backward = None
+        if plan.objective is not None:
+            stack.enter_context(hooks.frozen(module))
+            backward = Backward(
+                plan.objective, title=plan.model.name, label_names=plan.source.label_names
+            )
+        ablated = hooks.intervene(module, changes(plan.ablations))
+        stack.callback(ablated.remove)
         got = stack.enter_context(
             hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
         )
+
+        def run(inputs: Inputs, labels: Tensor | None, n: int) -> Any:
+            """One pass, and one back where gradients are wanted."""
+            with (
+                torch.set_grad_enabled(backward is not None),
+                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
+            ):
+                output = hooks.run_model(module, inputs, title=plan.model.name)
+            if backward is not None:
+                backward.run(output, labels, n=n)
+            return output
 
         is_checked = False
 
         def forward(batch: Batch, piece: Piece) -> _Results:
             nonlocal is_checked
             first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
+            labels = _labels_of(plan, batch, piece)
             with (
-                torch.no_grad(),  # inference tensors in a model's own cache could not be trained on
-                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
-            ):
+                torch.no_grad()
+            ):  # inference tensors in a model's own cache could not be trained on
                 memory.before_pass()
                 inputs = placed(piece.inputs, plan.device)
                 seed_all(first, plan.device)
                 if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
-                    inputs = prepared.normalize(inputs)
+                    with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+                        inputs = prepared.normalize(inputs)
                 if is_known:
                     inputs = channels_last(inputs)
                 given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
@@ -987,7 +1066,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 rows.picture = picture_size(
                     [inputs] if isinstance(inputs, Tensor) else inputs.values()
                 )
-                output = hooks.run_model(module, inputs, title=plan.model.name)
+                output = run(inputs, labels, piece.size)
                 memory.after_pass()
                 try:
                     arrays, attrs = rows.arrays(got, n=piece.size)
@@ -998,15 +1077,19 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     logits = _logits(output, plan.model.name, piece.size)
                     arrays["outputs/logits"] = logits
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
+                ablated.require_fired()
                 # The first pass was whole: it has shown that each layer runs once.
-                got.stops_early = is_known and not plan.save_outputs
+                got.stops_early = is_known and not plan.save_outputs and backward is None
                 if not is_checked and piece.size > 1:
                     is_checked = True
                     if piece.size in _other_sizes(inputs) | rows.other_sizes:
-                        _require_samples_first(plan, got, rows, inputs, n=piece.size)
+                        _require_samples_first(plan, got, rows, run, inputs, labels, n=piece.size)
             memory.say_of_zeros(batch)
             places = range(piece.size) if piece.rows is None else piece.rows.tolist()
             odd = {places[i]: why for i, why in not_finite(arrays).items()}
+            if plan.objective == "loss" and labels is not None:
+                of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
+                odd |= {places[i]: "it has no label to have a loss of" for i in of_none}
             bad = {i: why for i, why in odd.items() if i not in batch.reasons}
             return _Results(arrays, attrs, bad, memory.first_pass)
 
@@ -1099,8 +1182,28 @@ def _other_sizes(inputs: Inputs) -> set[int]:
     return {size for tensor in tensors for size in tensor.shape[1:]}
 
 
+def _labels_of(plan: _Plan, batch: Batch, piece: Piece) -> Tensor | None:
+    """The labels of what goes through the model, where the objective takes them."""
+    if plan.objective != "loss":
+        return None
+    labels = batch.labels
+    if labels is None:
+        assert plan.source.labels is not None
+        labels = plan.source.labels[batch.start : batch.start + batch.size]
+    if piece.rows is not None:
+        labels = labels[piece.rows]
+    return torch.from_numpy(np.asarray(labels, np.int64)).to(plan.device)
+
+
 def _require_samples_first(
-    plan: _Plan, got: hooks.Capture, rows: Rows, inputs: Inputs, *, n: int
+    plan: _Plan,
+    got: hooks.Capture,
+    rows: Rows,
+    run: Callable[[Inputs, Tensor | None, int], Any],
+    inputs: Inputs,
+    labels: Tensor | None,
+    *,
+    n: int,
 ) -> None:
     """Look at two samples where an axis of another kind is as long as the batch by chance.
 
@@ -1116,8 +1219,9 @@ def _require_samples_first(
         else:
             some = {name: tensor[rows_of].clone() for name, tensor in inputs.items()}
         rows.mask = None if mask is None else mask[rows_of]
+        of = None if labels is None else labels[rows_of]
         seed_all(0, plan.device)
-        hooks.run_model(plan.model.module, some, title=plan.model.name)
+        run(some, of, len(some if isinstance(some, Tensor) else next(iter(some.values()))))
 
     few, mask = min(2, n - 1), rows.mask
     try:

@@ -183,6 +183,6 @@ def _is_seen(pair: tuple[str, str], points: Sequence[Point]) -> bool:
     """Whether a point shows what lies between the two, itself or as the edge of a block."""
     for point in points:
         conv_inside, norm_inside = (f"{name}.".startswith(f"{point.layer}.") for name in pair)
-        if conv_inside != norm_inside and (point.what == "output") == conv_inside:
+        if conv_inside not in (norm_inside, point.is_at_input):
             return True
     return False

@@ -483,12 +483,12 @@ class Capture(Mapping[str, Tensor]):
                     continue
                 value = _select_input(point, called, args, kwargs)
                 if point.is_gradient:
-                    awaited = self._await(point, self._find(point, value), may_be_shared=True)
+                    awaited = self._await(point, _find(point, value))
                     if awaited is not None:
                         args, kwargs = _with_input(point, called, args, kwargs, awaited)
                         changed = args, kwargs
                 else:
-                    self._keep(point, self._find(point, value))
+                    self._keep(point, _find(point, value))
             self._end_if_all_fired()
             return changed
 
@@ -502,7 +502,7 @@ class Capture(Mapping[str, Tensor]):
                 if point.what == "badge":
                     self._keep_badge(point, called, args, output)
                     continue
-                value = self._find(point, output)
+                value = _find(point, output)
                 if point.is_gradient:
                     awaited = self._await(point, value)
                     if awaited is not None:
@@ -526,18 +526,6 @@ class Capture(Mapping[str, Tensor]):
     def _is_this_call(self, point: Point) -> bool:
         return point.call is None or self._own().calls[point.layer] == point.call + 1
 
-    def _find(self, point: Point, value: Any) -> Tensor:
-        """The tensor that a point means, in what enters or leaves its layer."""
-        path = point.path[1:] if point.is_at_input else point.path
-        for depth, key in enumerate(path):
-            value = _step(value, key, point, ".".join(path[:depth]))
-        if not isinstance(value, Tensor):
-            raise LayerError(
-                f"{point.name} is a {type(value).__name__}, not a tensor; choose a part of it: "
-                f"{_choices(point, value)}"
-            )
-        return value
-
     def _keep(self, point: Point, value: Tensor) -> None:
         kept = self._reduced(point, value)
         if kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
@@ -551,19 +539,8 @@ class Capture(Mapping[str, Tensor]):
                 kept = self._reduce(point, kept).detach()
         return kept
 
-    def _await(self, point: Point, value: Tensor, *, may_be_shared: bool = False) -> Tensor | None:
-        """Keep the gradient that will reach a tensor.
-
-        Args:
-            point: Where it is.
-            value: The tensor.
-            may_be_shared: Whether other layers may take the same tensor, whose part in the gradient
-                is not wanted.
-
-        Returns:
-            What has to go on in its place, or None for itself. The hook of a view is lost when
-            another layer works in place on it, and of what needs no gradient there is none.
-        """
+    def _await(self, point: Point, value: Tensor) -> Tensor | None:
+        """Keep the gradient that will reach a tensor; a copy of it if one has to go on instead."""
         latest = self._own()  # a backward pass may run in another thread
         if not torch.is_grad_enabled():
             return None
@@ -577,11 +554,7 @@ class Capture(Mapping[str, Tensor]):
                 f"{point.name}: {point.layer} has a tensor of torch.inference_mode() there, which "
                 "has no gradient; make the model and what enters it outside of it"
             )
-        replaced = None
-        if not value.requires_grad:
-            value = replaced = value.detach().requires_grad_().clone()
-        elif may_be_shared or value.is_leaf or value._is_view():
-            value = replaced = value.clone()
+        carrier = _carrier(value, into=point.layer if point.is_at_input else None)
         latest.awaited.add(point.name)
         latest.tensors.pop(point.name, None)
 
@@ -591,8 +564,8 @@ class Capture(Mapping[str, Tensor]):
                 kept = kept.clone()
             latest.tensors[point.name] = kept
 
-        value.register_hook(keep)  # type: ignore[no-untyped-call]
-        return replaced
+        carrier.register_hook(keep)  # type: ignore[no-untyped-call]
+        return None if carrier is value else carrier
 
     def _keep_badge(
         self, point: Point, called: nn.Module, args: tuple[Any, ...], output: Any
@@ -657,6 +630,27 @@ class Capture(Mapping[str, Tensor]):
         )
 
 
+def _carrier(value: Tensor, *, into: str | None) -> Tensor:
+    """A tensor whose hooks see the gradient of what a value is now, whatever is done with it later.
+
+    It is the value itself, or a copy that has to go on in its place: the hooks of a view are lost
+    when another layer works in place on it, and what needs no gradient has none.
+
+    Args:
+        value: Of floats, in a pass with gradients.
+        into: The layer that the value enters, where the part of others that may take the same
+            tensor is not wanted.
+    """
+    if not value.requires_grad:
+        carrier = value.detach().requires_grad_().clone()
+    elif value.is_leaf or value._is_view() or into != getattr(value, "_embedx_into", None):
+        carrier = value.clone()
+    else:
+        return value
+    carrier._embedx_into = into  # type: ignore[attr-defined]
+    return carrier
+
+
 def _is_inner_call(module: nn.Module) -> bool:
     """Whether a module that is being called was called by its own forward, as one that averages
     several views of its input does.
@@ -691,11 +685,15 @@ class _Hook:
         )
 
 
-def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+class _Change(_Hook):
+    """One that changes what enters or leaves a layer: a capture looks after it."""
+
+
+def _as_written(function: Callable[..., Any], kind: type[_Hook] = _Hook) -> Callable[..., Any]:
     """A hook that torch does not compile, if it compiles; it would do so anew for every point."""
     if "torch._dynamo" in sys.modules:
         function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return _Hook(function)
+    return kind(function)
 
 
 def _is_last(handle: Any) -> bool:
@@ -704,7 +702,7 @@ def _is_last(handle: Any) -> bool:
     if hooks is None or handle.id not in hooks:  # the layer is gone, or its hooks are
         return True
     later = itertools.takewhile(lambda number: number != handle.id, reversed(hooks))
-    if all(getattr(hooks[number], "__module__", "") == __name__ for number in later):
+    if all(type(hooks[number]) is _Hook for number in later):
         return True
     hooks.move_to_end(handle.id)
     return False
@@ -734,6 +732,19 @@ def _select_input(
         f"{point.layer} {what}; choose from: "
         + (", ".join(f"{point.layer}:input.{choice}" for choice in choices) or "none")
     )
+
+
+def _find(point: Point, value: Any) -> Tensor:
+    """The tensor that a point means, in what enters (the one argument) or leaves its layer."""
+    path = point.path[1:] if point.is_at_input else point.path
+    for depth, key in enumerate(path):
+        value = _step(value, key, point, ".".join(path[:depth]))
+    if not isinstance(value, Tensor):
+        raise LayerError(
+            f"{point.name} is a {type(value).__name__}, not a tensor; choose a part of it: "
+            f"{_choices(point, value)}"
+        )
+    return value
 
 
 def _with_input(
@@ -882,6 +893,181 @@ def capture(
 
     points_here = resolve_points(module, points)
     return Capture(module, points_here, reduce=apart if reduce is not None else None).set()
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Intervention:
+    """Changes what layers take in, give out, or pass backwards, until it is removed.
+
+    Made by :func:`intervene`.
+
+    Attributes:
+        fired: The points that have changed something so far.
+    """
+
+    def __init__(self, module: nn.Module, changes: Mapping[Point, Sequence[Change]]) -> None:
+        self.fired: set[str] = set()
+        self._module = module
+        self._changes = changes
+        self._has_run = False
+        self._calls: dict[tuple[int, str], int] = {}  # by thread and layer, in the pass at hand
+        self._stack = contextlib.ExitStack()
+        modules = dict(module.named_modules())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_FAST_PATHS_OFF)
+            begin = _as_written(self._begin_pass, _Change)
+            stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+            for layer in dict.fromkeys(point.layer for point in changes):
+                for handle in self._register(layer, modules[layer]):
+                    stack.callback(handle.remove)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Intervention":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+        if kind is None:
+            self.require_fired()
+
+    def remove(self) -> None:
+        """Take every hook off the model; harmless when repeated."""
+        self._stack.close()
+
+    def require_fired(self) -> None:
+        """Raise LayerError if passes were run and a point has changed nothing in any."""
+        for point in self._changes:
+            if self._has_run and point.name not in self.fired and not point.is_gradient:
+                raise LayerError(
+                    f"{point.name} did not fire, so nothing was changed there: the layer was "
+                    "skipped by a branch or a fused path, runs less often in a pass, or its "
+                    ".forward() was called directly; choose the layer around it"
+                )
+
+    def _begin_pass(self, module: nn.Module, _: tuple[Any, ...]) -> None:
+        if module is self._module and not _is_inner_call(module):
+            self._has_run = True
+            mine = threading.get_ident()
+            self._calls = {key: n for key, n in self._calls.items() if key[0] != mine}
+
+    def _register(self, layer: str, module: nn.Module) -> Iterator[Any]:
+        points = [point for point in self._changes if point.layer == layer]
+
+        def fires(point: Point, *, calls: int) -> bool:
+            if point.call is None:
+                return True
+            if torch._C._current_graph_task_id() != -1:
+                raise LayerError(
+                    f"{point.name}: which call it is cannot be told where backward() runs "
+                    "layers again (activation checkpointing); name the layer without @"
+                )
+            return point.call == calls
+
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if called is not module:  # a copy of the model
+                return None
+            place = threading.get_ident(), layer
+            calls = self._calls[place] = self._calls.get(place, -1) + 1
+            for point in points:
+                if point.is_at_input and fires(point, calls=calls):
+                    value = _find(point, _select_input(point, called, args, kwargs))
+                    changed = self._changed(point, value)
+                    args, kwargs = _with_input(point, called, args, kwargs, changed)
+            return args, kwargs
+
+        def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
+            if called is not module:
+                return None
+            calls = self._calls.get((threading.get_ident(), layer), 0)
+            for point in points:
+                if not point.is_at_input and fires(point, calls=calls):
+                    changed = self._changed(point, _find(point, output))
+                    output = _with_part(output, point.path, changed)
+            return output
+
+        yield module.register_forward_pre_hook(_as_written(before, _Change), with_kwargs=True)
+        yield module.register_forward_hook(_as_written(after, _Change))
+
+    def _changed(self, point: Point, value: Tensor) -> Tensor:
+        if not point.is_gradient:
+            self.fired.add(point.name)
+            # A copy: a change may work in place, and others may hold the same tensor.
+            return self._apply(point, value.clone())
+        if not torch.is_grad_enabled():
+            return value
+        value = _carrier(value, into=point.layer if point.is_at_input else None)
+
+        def change(gradient: Tensor) -> Tensor:
+            self.fired.add(point.name)
+            return self._apply(point, gradient.clone())
+
+        value.register_hook(change)  # type: ignore[no-untyped-call]
+        return value
+
+    def _apply(self, point: Point, value: Tensor) -> Tensor:
+        shape = value.shape
+        for change in self._changes[point]:
+            changed = change(value)
+            if not isinstance(changed, Tensor) or changed.shape != shape:
+                given = (
+                    f"a tensor of shape {tuple(changed.shape)}"
+                    if isinstance(changed, Tensor)
+                    else f"a {type(changed).__name__}"
+                )
+                raise LayerError(
+                    f"{point.name}: the function gives {given} in place of a tensor of shape "
+                    f"{tuple(shape)}; let it return one of the same shape"
+                )
+            value = changed
+        return value
+
+
+@checked
+def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]]) -> Intervention:
+    """Change what layers take in, give out, or pass backwards, from now until the end of a block.
+
+    Args:
+        module: The model; it is as it was when the ``with`` block ends, or after ``remove()``.
+        changes: From capture points (also globs) to functions that get a copy of the tensor and
+            return what takes its place, of the same shape; several at one point follow each other.
+            At ``NAME:grad`` and ``NAME:grad_input`` they get the gradient in a backward pass. A
+            point without ``@`` of a layer that runs several times means each time. A capture at
+            the same point shows what the functions gave.
+
+    Returns:
+        A handle; as a ``with`` block it raises LayerError at the end if a point never fired.
+
+    Raises:
+        LayerError: A layer is not there.
+    """
+    resolved: dict[Point, list[Change]] = {}
+    for name, functions in changes.items():
+        for point in resolve_points(module, name):
+            if point.what == "badge":
+                raise LayerError(f"{point.name} is computed, and nothing flows through it")
+            several = [functions] if callable(functions) else list(functions)
+            resolved.setdefault(point, []).extend(several)
+    return Intervention(module, resolved)
+
+
+@contextlib.contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Gradients at layers alone: the parameters need none, and get none, within the block."""
+    trained = [one for one in module.parameters() if one.requires_grad]
+    try:
+        for one in trained:
+            one.requires_grad_(False)
+        yield
+    finally:
+        for one in trained:
+            one.requires_grad_()
 
 
 def run_model(module: nn.Module, inputs: Tensor | Mapping[str, Tensor], *, title: str) -> Any:

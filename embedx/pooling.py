@@ -203,6 +203,20 @@ def _is_token(activation: Tensor, mask: Tensor) -> Tensor:
     return mask.bool().unsqueeze(2)
 
 
+def norm(activation: Tensor) -> Tensor:
+    """Take the length (L2 norm) of everything of a sample, such as of its gradient.
+
+    Args:
+        activation: Shape ``(n, ...)``.
+
+    Returns:
+        Shape ``(n, 1)``, float32 or wider, in the unit of ``activation``.
+    """
+    wide = activation.to(torch.promote_types(activation.dtype, torch.float32))
+    length: Tensor = torch.linalg.vector_norm(flatten(wide), dim=1, keepdim=True)
+    return length
+
+
 POOLINGS: dict[str, Function] = {
     "none": none,
     "flatten": flatten,
@@ -213,6 +227,7 @@ POOLINGS: dict[str, Function] = {
     "cls": cls,
     "mean_token": mean_token,
     "max_token": max_token,
+    "norm": norm,
 }
 
 

@@ -13,16 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 from embedx import grids, hooks
 from embedx.errors import (
-    ConfigError,
     EmbedxError,
     LayerError,
     ModelError,
-    ShapeError,
     first_line,
     listed,
     missing_extra,
 )
 from embedx.grids import Grid
+from embedx.objectives import require_class, scores_of
 
 log = logging.getLogger("embedx")
 
@@ -79,14 +78,7 @@ class Scored:
             ShapeError: What it gives is no score of each class.
         """
         output = hooks.run_model(self.module, inputs.clone(), title=self.title)
-        scores = hooks.class_scores(output)
-        if scores is None or len(scores) != len(inputs):
-            what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ShapeError(
-                f"a map is of the score of a class, and {self.title} gives {what} for "
-                f"{len(inputs)} samples; give a model that gives scores of shape (n, classes)"
-            )
-        return scores
+        return scores_of(output, n=len(inputs), title=self.title)
 
     def chosen(self, scores: Tensor, targets: Tensor | None) -> Tensor:
         """The class of each sample: its target, or the one with the highest score.
@@ -96,12 +88,8 @@ class Scored:
         """
         if targets is None:
             return scores.detach().argmax(1)
-        n_classes = scores.shape[1]
-        if len(bad := targets[(targets < 0) | (targets >= n_classes)]):
-            raise ConfigError(
-                f"target={int(bad[0])} is no class: {self.title} has {n_classes:,}, 0 to "
-                f"{n_classes - 1}"
-            )
+        for target in set(targets.tolist()):
+            require_class(target, n_classes=scores.shape[1], key="target", title=self.title)
         return targets.to(scores.device)
 
 
@@ -126,19 +114,14 @@ def ready(module: nn.Module) -> Iterator[None]:
     Parameters need no gradient meanwhile, so none is kept in their ``.grad``; convolutions of a GPU
     are the same each time.
     """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     backend: Any = torch.backends.cudnn
     before = backend.deterministic, backend.benchmark
     try:
         backend.deterministic, backend.benchmark = True, False
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        with torch.inference_mode(False), torch.enable_grad():
+        with hooks.frozen(module), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         backend.deterministic, backend.benchmark = before
-        for parameter in trained:
-            parameter.requires_grad_(True)
 
 
 # --------------------------------------------------------------------------- gradients

@@ -3,14 +3,17 @@
 import copy
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import embedx
+from embedx import store
 from embedx.errors import LayerError
 from tests.test_hooks import n_hooks, network
 
@@ -245,3 +248,263 @@ def test_badge_is_the_gradient_of_the_loss_of_the_predicted_class() -> None:
     with embedx.capture(model, "1:badge"), pytest.raises(LayerError, match="1 is a ReLU"):
         model(x)
     assert n_hooks(model) == 0
+
+
+# --------------------------------------------------------------------------- over data
+
+
+class Net(nn.Module):
+    """A convolution network in which a gradient is hard to get right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(4, 6, 3)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.conv(x)))
+        x = self.relu(self.conv2(x))
+        return self.head(x.mean((2, 3)))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    model.norm.running_mean.uniform_(-0.1, 0.1)  # type: ignore[union-attr]
+    model.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    return model.eval()
+
+
+X = torch.randn(11, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+Y = [0, 1, 2, 2, 1, 0, 1, 1, 0, 2, 2]
+
+
+def objective_of(scores: Tensor, label: int, objective: str | int) -> Tensor:
+    if objective == "loss":
+        return F.cross_entropy(scores, torch.tensor([label]))
+    return scores[0, scores[0].argmax() if objective == "predicted" else objective]
+
+
+def one_by_one(model: nn.Module, points: list[str], objective: str | int) -> dict[str, np.ndarray]:
+    """Gradients of single samples, at a zero that is added."""
+    rows: dict[str, list[np.ndarray]] = {point: [] for point in points}
+    for x, label in zip(X, Y, strict=True):
+        got = moved(model, x[None], lambda s, y=label: objective_of(s, y, objective))  # type: ignore[misc]
+        for point in points:
+            name, _, what = point.partition(":")
+            name += "" if "@" in name else "@0"
+            rows[point].append(got[f"{name}:{what}"].flatten().numpy())
+    return {point: np.stack(values) for point, values in rows.items()}
+
+
+POINTS = [
+    "conv:grad",
+    "norm:grad_input",
+    "relu@0:grad",
+    "relu@1:grad_input",
+    "conv2:grad",
+    "head:grad",
+]
+
+
+@pytest.mark.parametrize("objective", ["loss", "predicted", 2])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_each_sample_of_a_batch_has_its_own_gradient(
+    objective: str | int, is_frozen: bool, tmp_path: Path
+) -> None:
+    model = net()
+    if is_frozen:
+        model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    model.head.bias.grad = torch.ones(3)
+    wanted = one_by_one(net(), POINTS, objective)
+    embeddings = embedx.extract(
+        model, X, labels=Y, layers=POINTS, pooling="flatten", objective=objective,
+        batch_size=4, out=tmp_path,
+    ).embeddings  # fmt: skip
+    for point in POINTS:
+        assert near(torch.tensor(embeddings[point][:]), torch.tensor(wanted[point])), point
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == (
+        {"head.weight", "head.bias"} if is_frozen else {*dict(model.named_parameters())}
+    )
+    assert torch.equal(model.head.bias.grad, torch.ones(3))
+    assert model.head.weight.grad is None
+    assert n_hooks(model) == 0
+
+
+def test_norms_of_gradients_beside_activations(tmp_path: Path) -> None:
+    model = net()
+    wanted = one_by_one(model, ["conv2:grad"], "loss")["conv2:grad"]
+    opened = embedx.extract(
+        model, X, labels=Y, layers=["conv2:grad", "conv2", "head:badge"],
+        pooling=["norm", "gap", "none"], objective="loss", save_outputs=True, out=tmp_path,
+    )  # fmt: skip
+    norms = np.linalg.norm(wanted, axis=1, keepdims=True)
+    assert np.allclose(opened.embeddings["conv2:grad"][:], norms, rtol=1e-5)
+    with torch.no_grad():
+        h = F.relu(model.conv2(F.relu(model.norm(model.conv(X))))).mean((2, 3))
+        scores = model.head(h)
+    assert np.allclose(opened.outputs["logits"][:], scores, atol=1e-5)
+    p = scores.softmax(1) - F.one_hot(scores.argmax(1), 3)
+    badge = torch.einsum("nc,nd->ncd", p, h).flatten(1)
+    assert np.allclose(opened.embeddings["head:badge"][:], badge, atol=1e-6)
+    assert opened.identity["objective"] == "loss"
+
+
+def test_a_run_of_gradients_goes_on_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"layers": ["conv2:grad", "conv"], "pooling": "gap", "batch_size": 3}
+    whole = embedx.extract(net(), X, out=tmp_path / "whole", **options)
+    append = store.Writer.append
+
+    def cut(self: store.Writer, *args: Any, **kwargs: Any) -> None:
+        append(self, *args, **kwargs)
+        self.commit()
+        if self.rows_done >= 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Writer, "append", cut)
+        with pytest.raises(KeyboardInterrupt):
+            embedx.extract(net(), X, out=tmp_path / "cut", **options)
+    again = embedx.extract(net(), X, out=tmp_path / "cut", num_workers=2, **options)
+    assert whole.path.read_bytes() == again.path.read_bytes()
+    with pytest.raises(embedx.errors.StoreError, match="objective is predicted there and 1 here"):
+        embedx.extract(net(), X, out=tmp_path / "cut", objective=1, **options)
+
+
+def test_a_row_without_a_label_has_no_loss(tmp_path: Path) -> None:
+    labels = [-1 if i in (2, 10) else y for i, y in enumerate(Y)]
+    source = embedx.data.Source(
+        "some", [str(i) for i in range(11)], X.__getitem__, "", labels=np.array(labels, np.int32),
+        label_names=["a", "b", "c"],
+    )  # fmt: skip
+    opened = embedx.extract(
+        net(), source, layers="conv2:grad", pooling="flatten", objective="loss", out=tmp_path
+    )
+    wanted = one_by_one(net(), ["conv2:grad"], "loss")["conv2:grad"]
+    assert np.flatnonzero(opened.status == 2).tolist() == [2, 10]
+    good = np.flatnonzero(opened.status == 1)
+    assert near(torch.tensor(opened.embeddings["conv2:grad"][good]), torch.tensor(wanted[good]))
+    assert "it has no label to have a loss of" in (tmp_path / "errors.jsonl").read_text()
+
+
+class NoGradient(Net):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Aside(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(self.conv(x))
+        return self.head(x.flatten(1)[:, :6])
+
+
+class Pictures(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (NoGradient, {}, "no gradient has reached|ran without gradients|under torch.no_grad"),
+        (Aside, {}, "depends on none of the layers .*they come after it"),
+        (
+            Aside,
+            {"layers": ["conv:grad", "head:grad"], "pooling": "flatten"},
+            "no gradient has reached conv; .*choose",
+        ),
+        (Pictures, {}, r"needs class scores of shape \(n, classes\), and pictures gives \(11, 4"),
+        (Net, {"objective": 3}, "objective=3 is out of range: net has scores of 3 classes"),
+        (Net, {"objective": -1}, "objective=-1 is out of range"),
+        (Net, {"objective": "loss"}, "objective=loss takes labels, and .* has none"),
+        (Net, {"objective": "loss", "labels": [*range(11)]}, "they go up to 10 where net has"),
+        (Net, {"objective": "lost"}, "objective must be one of predicted, loss or a whole number"),
+        (Net, {"objective": 1, "layers": "conv"}, "objective=1 has no use without a gradient"),
+        (
+            Net,
+            {"layers": "conv:gradient"},
+            "'gradient' cannot be captured; choose one of .*grad_in",
+        ),
+    ],
+)
+def test_what_has_no_gradient_is_said(
+    model: type[nn.Module], options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(embedx.errors.EmbedxError, match=words) as caught:
+        embedx.extract(
+            model().eval(), X, **{"layers": "conv:grad", "pooling": "gap", **options},
+            out=tmp_path / "o",
+        )  # fmt: skip
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "o").exists()
+
+
+def test_gradients_of_a_text_model_leave_padding_out(tmp_path: Path) -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+            h = torch.tanh(self.embed(ids))
+            mean = (h * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+            return {"logits": self.head(mean)}
+
+    torch.manual_seed(0)
+    model = Classifier()
+    ids = torch.randint(0, 9, (6, 5))
+    mask = (torch.arange(5) < torch.tensor([5, 3, 2, 4, 1, 5])[:, None]).long()
+    items = [{"ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
+    rows = embedx.extract(
+        model, items, layers="embed:grad", pooling="mean_token", objective=1, out=tmp_path
+    ).embeddings["embed:grad"]
+    for i in range(6):
+        h = model.embed(ids[i]).detach().requires_grad_()
+        n = int(mask[i].sum())
+        model.head(torch.tanh(h[:n]).mean(0))[1].backward()
+        assert h.grad is not None
+        assert near(torch.tensor(rows[i]), h.grad[:n].mean(0))
+
+
+# --------------------------------------------------------------------------- in a loop
+
+
+def test_record_streams_gradients_of_a_training_loop(tmp_path: Path) -> None:
+    model, other = net().train(), net().train()
+    wanted = []
+    for part in (slice(0, 4), slice(4, 11)):
+        h = other.relu(other.norm(other.conv(X[part]))).detach()
+        full = other.conv2(other.relu(other.norm(other.conv(X[part]))))
+        full.retain_grad()
+        loss = F.cross_entropy(other.head(F.relu(full).mean((2, 3))), torch.tensor(Y[part]))
+        loss.backward()
+        assert h is not None
+        assert full.grad is not None
+        wanted.append(full.grad.flatten(1))
+    with embedx.record(model, "conv2:grad", tmp_path / "o", pooling="flatten") as recorder:
+        for part in (slice(0, 4), slice(4, 11)):
+            F.cross_entropy(model(X[part]), torch.tensor(Y[part])).backward()
+            recorder.batch(labels=Y[part])
+            with pytest.raises(embedx.errors.DataError, match="without a forward pass"):
+                recorder.batch(labels=Y[part])
+    got = embedx.open(tmp_path / "o").embeddings["conv2:grad"][:]
+    assert near(torch.tensor(got), torch.cat(wanted))
+
+
+def test_record_before_backward_says_so(tmp_path: Path) -> None:
+    model = net()
+    with embedx.record(model, "conv2:grad", tmp_path / "o") as recorder:
+        model(X)
+        with pytest.raises(LayerError, match=r"no gradient has reached conv2; call backward\(\)"):
+            recorder.batch()
+        model(X).sum().backward()
+        recorder.batch()
+    assert embedx.open(tmp_path / "o").n_rows == 11

@@ -148,7 +148,8 @@ def test_contract_a_new_row_is_placed_alike_whatever_comes_with_it(method: Metho
     for company in (new[20:], np.full((3, 10), 1e6, np.float32), np.repeat(x[:1], 40, axis=0)):
         beside = place(np.vstack([new[:20], company]), fitted)[:20]
         assert np.abs(beside - coords[:20]).max() <= 1e-6 * np.abs(coords).max()
-    assert np.array_equal(place(new[:1], fitted)[0], coords[0])
+    # A product with one row is another routine of the library than with several.
+    assert np.abs(place(new[:1], fitted)[0] - coords[0]).max() <= 1e-12 * np.abs(coords).max()
 
 
 def test_contract_rows_of_the_map_are_placed_where_they_are(method: Method) -> None:

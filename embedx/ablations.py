@@ -1,0 +1,147 @@
+"""What of a layer to silence or change, said in settings, as functions of its tensor."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from embedx.checks import check_arguments
+from embedx.errors import ConfigError, LayerError, ShapeError
+from embedx.pooling import may_be_channels_last
+
+_AXES = ("channels", "units", "tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation:
+    """A part of what a layer gives, and what becomes of it.
+
+    Attributes:
+        at: A capture point, ``layer4``, ``fc:input``, ``layer4:grad``; globs too.
+        channels: Feature maps of ``(n, c, h, w)`` or ``(n, c, t, h, w)``, by number.
+        units: Entries along the last axis, of ``(n, d)``, ``(n, t, d)`` or, where h is w,
+            ``(n, h, w, c)``.
+        tokens: Tokens of ``(n, t, d)``, by place.
+        by: ``zero``; ``mean``, their average over all places of the sample, of tokens that over all
+            tokens; ``scale``, times ``factor``; ``patch``, ``value`` in their place.
+        factor: For ``scale``.
+        value: For ``patch``, in the unit of the layer.
+
+    References:
+        Morcos et al. 2018, On the importance of single directions for generalization,
+        arXiv:1803.06959 (zero and mean).
+    """
+
+    at: str
+    channels: int | Sequence[int] | None = None
+    units: int | Sequence[int] | None = None
+    tokens: int | Sequence[int] | None = None
+    by: Literal["zero", "mean", "scale", "patch"] = "zero"
+    factor: float | None = None
+    value: float | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What was said, as JSON holds it."""
+        said = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        axis, numbers = self._chosen
+        return {**said, axis: numbers}
+
+    @property
+    def _chosen(self) -> tuple[str, list[int]]:
+        (axis,) = (key for key in _AXES if getattr(self, key) is not None)
+        numbers = getattr(self, axis)
+        return axis, [numbers] if isinstance(numbers, int) else list(numbers)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """The tensor with that part of it changed.
+
+        Raises:
+            LayerError: A number is out of the range of the layer.
+            ShapeError: The layer has no such axis, or nothing to average over.
+        """
+        name, numbers = self._chosen
+        axis = self._axis(name, value)
+        size = value.shape[axis]
+        if strange := [number for number in numbers if not 0 <= number < size]:
+            raise LayerError(
+                f"ablate: {self.at} has {size:,} {name}, numbered 0 to {size - 1}, and not "
+                f"{strange[0]}"
+            )
+        index = torch.tensor(numbers, device=value.device)
+        chosen = value.index_select(axis, index)
+        if self.by == "zero":
+            chosen = torch.zeros_like(chosen)
+        elif self.by == "scale":
+            assert self.factor is not None
+            chosen = chosen * self.factor
+        elif self.by == "patch":
+            assert self.value is not None
+            chosen = torch.full_like(chosen, self.value)
+        elif name == "tokens":
+            chosen = value.mean(axis, keepdim=True).expand_as(chosen)
+        else:
+            places = [i for i in range(1, value.ndim) if i != axis]
+            if not places:
+                raise ShapeError(
+                    f"ablate: {self.at} gives {tuple(value.shape)}, whose units have one place "
+                    "each, and by=mean averages over places; use by=zero, or by=patch value=NUMBER"
+                )
+            chosen = chosen.mean(places, keepdim=True).expand_as(chosen)
+        return value.index_copy(axis, index, chosen)
+
+    def _axis(self, name: str, value: Tensor) -> int:
+        is_last = may_be_channels_last(value)
+        fits = {
+            "channels": value.ndim >= 4 and not is_last,
+            "units": value.ndim in (2, 3) or is_last,
+            "tokens": value.ndim == 3,
+        }
+        if not fits[name]:
+            choices = " or ".join(key for key in _AXES if fits[key]) or "none of them"
+            raise ShapeError(
+                f"ablate: {self.at} gives {tuple(value.shape)}, which has no {name}; give {choices}"
+            )
+        return value.ndim - 1 if name == "units" else 1
+
+
+def as_ablations(given: Sequence[Mapping[str, Any] | Ablation] | None) -> list[Ablation]:
+    """Ablations out of settings.
+
+    Args:
+        given: One mapping each, with the keys of :class:`Ablation`.
+
+    Raises:
+        ConfigError: A key or a value is not one of its, or two contradict each other.
+    """
+    return [_as_ablation(one, where=f"ablate[{i}].") for i, one in enumerate(given or ())]
+
+
+def _as_ablation(given: Mapping[str, Any] | Ablation, *, where: str) -> Ablation:
+    if not isinstance(given, Ablation):
+        check_arguments(Ablation, given, where=where)
+        given = Ablation(**given)
+    axes = [key for key in _AXES if getattr(given, key) is not None]
+    if len(axes) != 1:
+        raise ConfigError(
+            f"{where.removesuffix('.')} names {' and '.join(axes) or 'no part of the layer'}; give "
+            f"one of {', '.join(_AXES)}"
+        )
+    numbers = given.settings()[axes[0]]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"{where}{axes[0]} must be different numbers, at least one: {numbers}")
+    for key, by in (("factor", "scale"), ("value", "patch")):
+        if (getattr(given, key) is not None) != (given.by == by):
+            raise ConfigError(
+                f"{where}{key} belongs to by={by}, and by is {given.by}; give both or neither"
+            )
+    return given
+
+
+def changes(ablations: Sequence[Ablation]) -> dict[str, Sequence[Callable[[Tensor], Tensor]]]:
+    """What :func:`embedx.hooks.intervene` takes."""
+    found: dict[str, list[Callable[[Tensor], Tensor]]] = {}
+    for one in ablations:
+        found.setdefault(one.at, []).append(one)
+    return dict(found)

@@ -1,0 +1,258 @@
+"""Interventions: what becomes of a model when a part of a layer is changed while it runs."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import embedx
+from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
+from tests.test_gradients import InPlace, Net, X, Y, near, net, weighted
+from tests.test_hooks import n_hooks
+
+
+def without_channel(model: Net, channel: int) -> Net:
+    """The same with a channel of ``conv2`` that is always zero, by its weights."""
+    edited = copy.deepcopy(model)
+    with torch.no_grad():
+        edited.conv2.weight[channel] = 0
+        assert edited.conv2.bias is not None
+        edited.conv2.bias[channel] = 0
+    return edited
+
+
+def zero(channel: int) -> Any:
+    def change(value: Tensor) -> Tensor:
+        value[:, channel] = 0  # in place: it has a copy
+        return value
+
+    return change
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_changed_output_is_that_of_a_model_edited_by_hand(has_gradients: bool) -> None:
+    model, edited = net(), without_channel(net(), 4)
+    with torch.set_grad_enabled(has_gradients):
+        plain = model(X)
+        with embedx.intervene(model, {"conv2": zero(4)}):
+            changed = model(X)
+        assert torch.equal(changed, edited(X))
+        assert not torch.equal(changed, plain)
+        assert torch.equal(model(X), plain)
+    assert n_hooks(model) == 0
+    if has_gradients:
+        weighted(changed).backward()
+        weighted(edited(X)).backward()
+        assert near(model.conv.weight.grad, edited.conv.weight.grad)  # type: ignore[arg-type]
+
+
+def test_several_follow_each_other_and_a_capture_sees_what_they_gave() -> None:
+    model = net()
+    with torch.no_grad(), embedx.capture(model, ["conv2", "head:input"]) as got:
+        model(X)
+        was = got["conv2"]
+        with (
+            embedx.intervene(model, {"conv2": [lambda v: v + 1, lambda v: v * 2]}),
+            embedx.intervene(model, {"conv?": lambda v: v - 3, "head:input": lambda v: v * 0 + 7}),
+        ):
+            output = model(X)
+        assert torch.equal(got["conv2"], (was + 1) * 2 - 3)
+        assert torch.equal(got["head:input"], torch.full((11, 6), 7.0))
+        assert torch.equal(output, model.head(torch.full((11, 6), 7.0)))
+
+
+def test_calls_inputs_and_gradients() -> None:
+    torch.manual_seed(0)
+    model, x = InPlace(), torch.randn(5, 6)
+
+    def by_hand(y: Tensor) -> Tensor:
+        a = torch.relu(model.first(y))
+        b = torch.relu((a * 2).view(-1, 2, 3)) * 10  # the second call alone
+        return model.last(a + torch.relu(b.flatten(1) - 0.3))
+
+    with embedx.intervene(model, {"relu@1": lambda v: v * 10}):
+        assert torch.equal(model(x), by_hand(x))
+        assert torch.equal(model(x), by_hand(x))  # counted anew in each pass
+    seen = []
+
+    def clipped(gradient: Tensor) -> Tensor:
+        seen.append(gradient)
+        return gradient.clamp(-0.1, 0.1)
+
+    for what in ("view:grad_input", "first:grad"):
+        model.zero_grad()
+        seen.clear()
+        with (
+            embedx.capture(model, what) as got,
+            embedx.intervene(model, {what: clipped}),
+        ):
+            weighted(model(x)).backward()
+        assert torch.equal(got[what], seen[0].clamp(-0.1, 0.1))
+        if what == "first:grad":
+            assert near(model.first.bias.grad, seen[0].clamp(-0.1, 0.1).sum(0))  # type: ignore[arg-type]
+
+
+def test_a_layer_that_backward_runs_again_is_changed_again() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(lambda y: torch.tanh(self.conv2(self.conv(y))), x, use_reentrant=False)
+            return self.head(x.mean((2, 3)))
+
+    class Plain(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.conv2(self.conv(x))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    other = Plain()
+    other.load_state_dict(model.state_dict())
+    for one in (model, other):
+        with embedx.intervene(one, {"conv2": zero(2)}):
+            weighted(one(X)).backward()
+    assert near(model.conv.weight.grad, other.conv.weight.grad)  # type: ignore[arg-type]
+    with embedx.intervene(model, {"conv2@0": zero(2)}):
+        output = weighted(model(X))
+        with pytest.raises(LayerError, match="name the layer without @"):
+            output.backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"nothing": zero(0)}, "has no layer 'nothing'"),
+        ({"conv2": lambda v: None}, "gives a NoneType in place of a tensor of shape"),
+        ({"conv2": lambda v: v[:, 1:]}, r"gives a tensor of shape \(11, 5, 4, 4\) in place of"),
+        ({"conv2@1": zero(0)}, "conv2@1 did not fire, so nothing was changed there"),
+        ({"head:badge": zero(0)}, "nothing flows through it"),
+        ({"conv2": 3}, "changes must be"),
+    ],
+)
+def test_what_cannot_be_changed_is_said(changes: Any, words: str) -> None:
+    model = net()
+    plain = model(X)
+
+    def run() -> None:
+        with embedx.intervene(model, changes):
+            model(X)
+
+    with pytest.raises(EmbedxError, match=words):
+        run()
+    assert n_hooks(model) == 0
+    assert torch.equal(model(X), plain)
+
+
+# --------------------------------------------------------------------------- ablate=
+
+
+def test_an_ablated_run_is_that_of_an_edited_model_under_an_id_of_its_own(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"layers": ["conv2", "head:input"], "pooling": ["flatten", "none"]}
+    plain = embedx.extract(net(), X, out=tmp_path / "plain", **options)
+    opened = embedx.extract(
+        net(), X, ablate=[{"at": "conv2", "channels": 4}], out=tmp_path / "ablated", **options
+    )
+    edited = embedx.extract(without_channel(net(), 4), X, out=tmp_path / "edited", **options)
+    for layer in options["layers"]:
+        assert np.array_equal(opened.embeddings[layer][:], edited.embeddings[layer][:])
+        assert not np.array_equal(opened.embeddings[layer][:], plain.embeddings[layer][:])
+    assert opened.attrs["id"] != plain.attrs["id"]
+    with pytest.raises(embedx.errors.StoreError, match="ablate is null there and"):
+        embedx.extract(
+            net(), X, ablate=[{"at": "conv2", "channels": 4}], out=tmp_path / "plain", **options
+        )
+
+
+def test_an_ablated_network_of_a_library_is_folded_around_it(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    model = resnet18().eval()
+    x = torch.randn(3, 3, 64, 64)
+    edited = copy.deepcopy(model)
+    with torch.no_grad():
+        edited.layer3[0].bn1.weight[5:7] = 0  # type: ignore[union-attr,operator]
+        edited.layer3[0].bn1.bias[5:7] = 0  # type: ignore[union-attr,operator]
+        wanted = edited.avgpool(
+            edited.layer4(edited.layer3(edited.layer2(edited.layer1(
+                edited.maxpool(edited.relu(edited.bn1(edited.conv1(x))))
+            ))))
+        ).flatten(1)  # fmt: skip
+    opened = embedx.extract(
+        model, x, ablate=[{"at": "layer3.0.bn1", "channels": [5, 6]}], out=tmp_path, batch_size=2
+    )
+    assert near(torch.tensor(opened.embeddings["fc:input"][:]), wanted)
+
+
+V = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+T = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "value", "wanted"),
+    [
+        ({"channels": [0, 2]}, V, torch.cat([0 * V[:, :1], V[:, 1:2], 0 * V[:, 2:]], 1)),
+        ({"channels": 1, "by": "mean"}, V,
+         torch.cat([V[:, :1], V[:, 1:2].mean((2, 3), keepdim=True).expand(2, 1, 4, 5),
+                    V[:, 2:]], 1)),
+        ({"units": 3, "by": "scale", "factor": 0.5}, T, torch.cat([T[..., :3], T[..., 3:] / 2], 2)),
+        ({"units": [0], "by": "patch", "value": -2.0}, T[:, 0],
+         torch.cat([torch.full((2, 1), -2.0), T[:, 0, 1:]], 1)),
+        ({"tokens": 1}, T, torch.stack([T[:, 0], 0 * T[:, 1], T[:, 2]], 1)),
+        ({"tokens": 2, "by": "mean"}, T, torch.stack([T[:, 0], T[:, 1], T.mean(1)], 1)),
+        ({"units": 1}, V.new_ones(2, 5, 5, 3), torch.tensor([1.0, 0, 1]).expand(2, 5, 5, 3)),
+    ],
+)  # fmt: skip
+def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) -> None:
+    model = nn.Sequential(nn.Identity())
+    from embedx.ablations import as_ablations, changes
+
+    before = value.clone()
+    with embedx.intervene(model, changes(as_ablations([{"at": "0", **said}]))):
+        assert torch.equal(model(value), wanted)
+    assert torch.equal(value, before)
+
+
+@pytest.mark.parametrize(
+    ("ablate", "error", "words"),
+    [
+        ([{"channels": 1}], ConfigError, "missing a required argument: 'at'"),
+        ([{"at": "conv2"}], ConfigError, "names no part of the layer; give one of channels, units"),
+        (
+            [{"at": "conv2", "channels": 1, "tokens": 2}],
+            ConfigError,
+            "channels and tokens; give one",
+        ),
+        ([{"at": "conv2", "chanel": 1}], ConfigError, r"the nearest are ablate\[0\].channels"),
+        ([{"at": "conv2", "channels": []}], ConfigError, "must be different numbers, at least one"),
+        ([{"at": "conv2", "channels": [1, 1]}], ConfigError, "must be different numbers"),
+        (
+            [{"at": "conv2", "channels": 1, "by": "scale"}],
+            ConfigError,
+            "factor belongs to by=scale",
+        ),
+        ([{"at": "conv2", "channels": 1, "value": 2.0}], ConfigError, "value belongs to by=patch"),
+        (
+            [{"at": "conv2", "channels": 6}],
+            LayerError,
+            "has 6 channels, numbered 0 to 5, and not 6",
+        ),
+        ([{"at": "conv2", "channels": -1}], LayerError, "and not -1"),
+        (
+            [{"at": "head", "channels": 1}],
+            ShapeError,
+            r"gives \(11, 3\), which has no channels; give u",
+        ),
+        ([{"at": "head", "units": 1, "by": "mean"}], ShapeError, "by=mean averages over places"),
+        ([{"at": "nothing", "channels": 1}], LayerError, "has no layer 'nothing'"),
+        ([{"at": "relu@2", "channels": 1}], LayerError, "relu@2 did not fire"),
+    ],
+)
+def test_wrong_ablations(ablate: Any, error: type[EmbedxError], words: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=words) as caught:
+        embedx.extract(net(), X, labels=Y, layers="head", ablate=ablate, out=tmp_path / "o")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "o").exists()
