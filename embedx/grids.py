@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from embedx.pooling import may_be_channels_last
 
-# Tokens before those of the picture: class, distillation, registers. Networks have up to 5.
-PREFIX_TOKENS_MOST = 16
+# Tokens before those of the picture: class, distillation, registers. Networks have up to 5, and
+# where it is known into what they cut the picture, others may have more.
+PREFIX_TOKENS_USUAL, PREFIX_TOKENS_MOST = 5, 16
 FIRST_FROM = 3  # blocks of one grid, of which some are shown
 
 
@@ -100,7 +101,7 @@ def _of_tokens(t: int, picture: tuple[int, int], patches: tuple[int, int] | None
             (picture[0] // side, picture[1] // side),
             (math.ceil(picture[0] / side), math.ceil(picture[1] / side)),
         ):
-            if 0 <= t - h * w <= PREFIX_TOKENS_MOST and h * w > PREFIX_TOKENS_MOST:
+            if 0 <= t - h * w <= PREFIX_TOKENS_USUAL and h * w > PREFIX_TOKENS_USUAL:
                 found.append((t - h * w, h, w))
     if not found:
         return None

@@ -218,7 +218,7 @@ class _Guided(TorchFunctionMode):
             self.n_guided += 1
             return _GuidedReLU.apply(*found)
         result = func(*args, **kwargs)
-        plain = name.rstrip("_")
+        plain = name.strip("_")
         if plain in _OTHERS and isinstance(result, Tensor) and result.requires_grad:
             self.others[plain] += 1
         return result
@@ -228,7 +228,7 @@ def _as_relu(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, float, bool] | None:
     """What a call of that function does, where it is that of a ReLU: to what, up to, in place."""
-    plain = name.rstrip("_")
+    plain = name.strip("_")
     if plain not in _RELUS:
         return None
     given = {**dict(zip(_RELUS[plain], args, strict=False)), **kwargs}
