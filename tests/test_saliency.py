@@ -388,7 +388,7 @@ def test_occlusion_is_brute_force() -> None:
     assert got.maps.any()
 
 
-# --------------------------------------------------------------------------- sanity, and what is left
+# --------------------------------------------------------------------------- sanity
 
 
 EACH: dict[str, Callable[..., Maps]] = {
