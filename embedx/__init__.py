@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embedx import store as store
     from embedx.compare import compare as compare
     from embedx.evaluate import evaluate as evaluate
+    from embedx.explain import explain as explain
     from embedx.export import export as export
     from embedx.extract import extract as extract
     from embedx.hooks import capture as capture
@@ -32,6 +33,7 @@ _PUBLIC = {
     "capture": "hooks",
     "compare": "compare",
     "evaluate": "evaluate",
+    "explain": "explain",
     "export": "export",
     "extract": "extract",
     "intervene": "hooks",
@@ -51,6 +53,7 @@ __all__ = [
     "capture",
     "compare",
     "evaluate",
+    "explain",
     "export",
     "extract",
     "intervene",

@@ -62,6 +62,7 @@ STAGES = {
     "evaluate": "score embeddings and maps",
     "export": "write files for TensorBoard, Embedding Atlas, spreadsheets or NumPy",
     "view": "draw maps as pictures, or serve the projector",
+    "explain": "draw feature maps, and what in a picture the score of a class hangs on",
     "neighbors": "find the nearest rows, duplicates, outliers and doubtful labels",
     "compare": "rank several runs in one table, and draw their maps side by side",
     "layers": "list the layers of a model: shapes, parameters, FLOPs, time",
@@ -373,7 +374,8 @@ def _prepare(
         if key in groups and value in ("null", "") and key != "experiment":
             options = ", ".join(configs.options(key))
             raise ConfigError(f"{key} must be one of {options}, not {value!r}")
-        if key in ("layers", "query") and value is not None:
+        is_typed_out = key == "ids" and re.search("[\"']", value or "") is not None
+        if key in ("layers", "query", "ids") and value is not None and not is_typed_out:
             prepared.append(f"{match['plus']}{key}={_quote_layers(value)}")
         elif key in groups and value is not None:
             prepared.append(f"{key}={value}")  # +model=x means model=x
@@ -926,6 +928,37 @@ def _stage_view(values: dict[str, Any]) -> None:
         _next(f"export {named}")
 
 
+def _stage_explain(values: dict[str, Any]) -> None:
+    import hydra
+    from omegaconf import OmegaConf
+
+    from embedx.explain import explain
+
+    settings = dict(values)
+    model, data = settings.pop("model"), settings.pop("data")
+    name = settings.pop("name")
+    check_arguments(explain, settings, positional=2)  # before the model is built
+    check_argument("name", name, str | None)
+    if name is not None and not name.strip():
+        raise ConfigError("name is empty; give a name, or leave it out")
+    build_model, build_data = _node(model, "model"), _node(data, "data")
+    choices = {group: _choice(group) for group in ("model", "data")}
+    if name is None:  # that of an extraction with nothing but this model and these data
+        words = [f"{group}={option}" for group, option in choices.items()]
+        usual = OmegaConf.to_container(hydra.compose("extract", words))
+        assert isinstance(usual, dict)
+        name = _run_name({**{str(key): value for key, value in usual.items()}, **values})
+    source = build_data()  # the quicker to fail comes first
+    config = {**values, "choices": {**choices, **_config_dir()}}
+    run_folder = Path("outputs") / _folder_name(name)
+    found = explain(build_model(), source, run=run_folder, config=config, **settings)
+    if found.maps is not None:
+        _next(f"info {override('path', found.maps.path)}")
+    else:
+        typed = [word for word in _typed() if re.match(r"\+*(model|data)\b", word)]
+        _next(shlex.join(["explain", *_config_dir_words(), *typed, "method=gradcam"]))
+
+
 def _stage_neighbors(values: dict[str, Any]) -> None:
     from embedx import ready_made
     from embedx.search import is_hdf5, row_of, search
@@ -1148,8 +1181,9 @@ def _again(path: Path, attrs: Mapping[str, Any]) -> str:
     is_projection = attrs.get("format") == store.PROJECTION_FORMAT
     if not is_projection and attrs.get("model") == MODEL:
         return "copied of embeddings that were made elsewhere"
+    stage = "explain" if attrs.get("format") == store.MAPS_FORMAT else "extract"
     try:
-        words = _project_again(path, attrs) if is_projection else _extract_again(path, attrs)
+        words = _project_again(path, attrs) if is_projection else _made_again(stage, path, attrs)
     except (ConfigError, RecursionError):
         return UNSAID
     if isinstance(words, str):
@@ -1221,12 +1255,14 @@ def _projection_by_id(folder: Path, file_id: Any) -> Path | None:
     return None
 
 
-def _extract_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
+def _made_again(stage: str, path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
     config = _recorded(path, attrs)
     if config is None:
         raise ConfigError("the config is not YAML")
     if "choices" not in config:
-        return "made from Python, by embedx.extract"
+        return f"made from Python, by embedx.{stage}"
+    if stage == "explain" and "method" not in config:
+        return f"made by {stage}, with the settings of a config.yaml that is not beside it"
     choices = config.pop("choices")
     if not isinstance(choices, dict) or not {"model", "data"} <= choices.keys():
         raise ConfigError("the config names no model or data")
@@ -1234,9 +1270,9 @@ def _extract_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
     if not isinstance(added, str | None):
         raise ConfigError("--config-dir is no path")
     # A folder that a file names is not looked into: it may be the whole disk.
-    words = _configs().overrides("extract", config, choices)
+    words = _configs().overrides(stage, config, choices)
     flags = [] if added is None else ["--config-dir", shlex.quote(added)]
-    return ["extract", *flags, *words, override("out", path.parent)]
+    return [stage, *flags, *words, override("out", path.parent)]
 
 
 def _foreign_code(value: Any) -> list[str]:
@@ -1262,6 +1298,7 @@ _CALLS: dict[str, Callable[[dict[str, Any]], None]] = {
     "evaluate": _stage_evaluate,
     "export": _stage_export,
     "view": _stage_view,
+    "explain": _stage_explain,
     "neighbors": _stage_neighbors,
     "compare": _stage_compare,
     "layers": _stage_layers,

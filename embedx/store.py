@@ -51,6 +51,7 @@ EMBEDDINGS_FORMAT = "embedx-embeddings"
 PROJECTION_FORMAT = "embedx-projection"
 FINDINGS_FORMAT = "embedx-findings"
 NEIGHBORS_FORMAT = "embedx-neighbors"
+MAPS_FORMAT = "embedx-maps"
 FORMAT_VERSION = 1
 EMBEDDINGS_NAME = "embeddings.h5"
 ID_BYTES_MAX = 1024
@@ -1826,6 +1827,7 @@ class _Skeleton:
             EMBEDDINGS_FORMAT: {"id", "n_rows", "row_fields"},
             PROJECTION_FORMAT: {"id", "parent", "method", "layer"},
             NEIGHBORS_FORMAT: {"parent"},
+            MAPS_FORMAT: {"id", "method", "model"},
         }[expected_format]
         if missing := needed - attrs.keys():
             raise self._foreign(f"the attribute {min(missing)!r} is missing")
@@ -2461,12 +2463,130 @@ def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) 
     return opened
 
 
+# --------------------------------------------------------------------------- maps
+
+
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """A file of maps of what the score of a class hangs on, for m samples.
+
+    Attributes:
+        path: The file.
+        attrs: ``method``, ``model``, ``weights_sha256``, what the method was given, ...
+        ids: m texts.
+        rows: Number of each sample in its data, shape ``(m,)``.
+        status: Shape ``(m,)`` uint8 of :class:`Status`.
+        targets: The class, shape ``(m,)`` int32; -1 for failed rows.
+        maps: Shape ``(m, h, w)`` or ``(m, c, h, w)`` float32, memory-mapped; NaN for failed rows.
+        labels: Shape ``(m,)`` int32, -1 for none; None without labels.
+        label_names: Names of the labels; empty where each is its own.
+        columns: ``scores``, ``shares`` and further figures, shape ``(m,)``, by name.
+    """
+
+    path: Path
+    attrs: dict[str, Any]
+    ids: list[str]
+    rows: Array
+    status: Array
+    targets: Array
+    maps: Array
+    labels: Array | None
+    label_names: list[str]
+    columns: dict[str, Array]
+
+    def __repr__(self) -> str:
+        return f"<Maps {self.path}: {self.attrs['method']} {self.maps.shape}>"
+
+    @property
+    def ok(self) -> npt.NDArray[np.bool_]:
+        """Shape ``(m,)``: the rows that hold a map."""
+        mask: npt.NDArray[np.bool_] = self.status == Status.OK
+        return mask
+
+
+def write_maps(
+    path: Path,
+    *,
+    method: str,
+    maps: Array,
+    ids: Sequence[str],
+    rows: Array,
+    status: Array,
+    targets: Array,
+    columns: Mapping[str, Array],
+    attrs: Mapping[str, Any],
+    labels: Array | None = None,
+    label_names: Sequence[str] = (),
+) -> Path:
+    """Write a file of maps, whole or not at all; the arguments are those of :class:`Maps`.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    arrays = {
+        f"maps/{method}": np.asarray(maps, dtype=np.float32),
+        "ids": encode_texts(ids, what="the id"),
+        "rows": np.asarray(rows, dtype=np.int64),
+        "status": np.asarray(status, dtype=np.uint8),
+        "targets": np.asarray(targets, dtype=np.int32),
+        **{f"columns/{name}": np.asarray(one, np.float32) for name, one in columns.items()},
+    }
+    if labels is not None:
+        arrays["labels"] = np.asarray(labels, dtype=np.int32)
+        if label_names:
+            arrays["label_names"] = encode_texts(label_names, what="the label")
+    return write_arrays(path, format=MAPS_FORMAT, attrs={**attrs, "method": method}, arrays=arrays)
+
+
+def open_maps(path: str | os.PathLike[str]) -> Maps:
+    """Open a file of maps.
+
+    Raises:
+        StoreError: It is not there, damaged, or no file of maps of embedx.
+    """
+    path = Path(path)
+    with _reading(path), _Skeleton(path) as skeleton:
+        attrs = skeleton.attrs(MAPS_FORMAT)
+        name = f"maps/{attrs['method']}"
+        skeleton.expect("ids", (None,), "S")
+        ids = _decode(skeleton.map("ids"))
+        n = len(ids)
+        maps = skeleton.map(name)
+        skeleton.expect(name, (n, *[None] * (3 if maps.ndim == 4 else 2)), "f", 4)
+        skeleton.expect("rows", (n,), "i", 8)
+        skeleton.expect("status", (n,), "u", 1)
+        skeleton.expect("targets", (n,), "i", 4)
+        labels, label_names = None, []
+        if skeleton.has("labels"):
+            skeleton.expect("labels", (n,), "i", 4)
+            labels = np.array(skeleton.map("labels"))
+            if skeleton.has("label_names"):
+                skeleton.expect("label_names", (None,), "S")
+                label_names = _decode(skeleton.map("label_names"))
+        columns = {}
+        for one in skeleton.names("columns"):
+            skeleton.expect(one, (n,), "f", 4)
+            columns[one.removeprefix("columns/")] = np.array(skeleton.map(one))
+        return Maps(
+            path=path,
+            attrs=attrs,
+            ids=ids,
+            rows=np.array(skeleton.map("rows")),
+            status=np.array(skeleton.map("status")),
+            targets=np.array(skeleton.map("targets")),
+            maps=maps,
+            labels=labels,
+            label_names=label_names,
+            columns=columns,
+        )
+
+
 def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False) -> dict[str, Any]:
     """What a file of embedx holds, as plain values in the order to show them.
 
     Args:
-        path: An embeddings or projection file, a ``.partial`` file, a run's folder, or an opened
-            file, of which nothing is read again.
+        path: A file of embeddings, of a projection or of maps, a ``.partial`` file, a run's folder,
+            or an opened file, of which nothing is read again.
         verify: Check every row against its checksum.
 
     Raises:
@@ -2484,6 +2604,14 @@ def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False)
             projection = open_projection(path)
             shape = list(projection.coords.shape)
             return {"file": str(path), **projection.attrs, "coords": shape} | {"file": str(path)}
+        if kind == MAPS_FORMAT:
+            maps = open_maps(path)
+            held = {
+                "rows": len(maps.ids),
+                "failed_rows": int((~maps.ok).sum()),
+                f"maps/{maps.attrs['method']}": f"{list(maps.maps.shape)} {maps.maps.dtype}",
+            }
+            return {"file": str(path), **held, **maps.attrs} | {"file": str(path), **held}
         opened = Embeddings(path)
     about: dict[str, Any]
     failed = int((opened.status == Status.FAILED).sum())

@@ -1,0 +1,988 @@
+"""The stage ``explain``: feature maps, and maps of what the score of a class hangs on."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from embedx import data as sources
+from embedx import figures, fold, grids, hooks, overlays, saliency, store
+from embedx.checks import checked
+from embedx.configs import public_config, settings_sha256
+from embedx.data import Source
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    LayerError,
+    ShapeError,
+    StoreError,
+    listed,
+    nearest,
+    number_of,
+)
+from embedx.inputs import (
+    Batch,
+    Batches,
+    Network,
+    as_model,
+    as_source,
+    channels_last,
+    device_of,
+    matmul_precision,
+    placed,
+    seed_all,
+)
+from embedx.models import Model, Preprocess
+from embedx.progress import Progress
+from embedx.store import Array, Status
+
+log = logging.getLogger("embedx")
+
+Method = Literal[
+    "feature_maps",
+    "guided_backprop",
+    "gradcam",
+    "gradcam++",
+    "integrated_gradients",
+    "input_gradient",
+    "occlusion",
+]
+MAPS_NAME = "maps.h5"
+STEPS = 50
+N_CHANNELS = 4
+WINDOWS_ACROSS = 7  # of an occlusion, side by side on the shorter side
+GREY = 0.5
+
+_ON_CLASSES = tuple(name for name in Method.__args__ if name != "feature_maps")  # type: ignore[attr-defined]
+_BY_BASELINE = ("integrated_gradients", "occlusion")
+# The methods that have use for a key.
+_USES: dict[str, tuple[str, ...]] = {
+    "layers": ("feature_maps", *saliency.ON_LAYER),
+    "channels": ("feature_maps",),
+    "n_channels": ("feature_maps",),
+    "target": _ON_CLASSES,
+    "classes": _ON_CLASSES,
+    "baseline": _BY_BASELINE,
+    "steps": ("integrated_gradients",),
+    "window": ("occlusion",),
+    "stride": ("occlusion",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What was explained.
+
+    Attributes:
+        path: The folder.
+        pictures: The files of pictures in it, sorted.
+        maps: The maps, opened; None of feature maps, which are pictures alone.
+    """
+
+    path: Path
+    pictures: list[Path]
+    maps: store.Maps | None
+
+
+@checked
+def explain(
+    model: Network,
+    data: Any,
+    *,
+    method: Method = "feature_maps",
+    layers: str | Sequence[str] | None = None,
+    ids: str | Sequence[str] | None = None,
+    rows: int | Sequence[int] | None = None,
+    limit: int = 4,
+    target: int | str | Sequence[int] | None = None,
+    classes: str | Sequence[str] | None = None,
+    channels: Literal["first", "active"] | Sequence[int] | None = None,
+    n_channels: int | None = None,
+    baseline: float | None = None,
+    steps: int | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 16,
+    device: str | torch.device = "auto",
+    run: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    preprocess: Preprocess | None = None,
+    labels: Any = None,
+    config: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """Show the feature maps of layers, or where in a picture the score of a class comes from.
+
+    ``feature_maps`` draws a picture a layer, and for each sample a sheet through the depth of the
+    network. The other methods draw a picture a sample (what enters, its map, and one on the other)
+    and keep the maps as they are in ``maps.h5``. The score is what the model gives for the class,
+    most often a logit. Done already with the same settings, nothing is done.
+
+    Args:
+        model: A network, or a :class:`~embedx.models.Model` from :mod:`embedx.models`.
+        data: Pictures, as :func:`embedx.extract` takes data.
+        method: ``feature_maps``, ``gradcam``, ``gradcam++``, ``guided_backprop``,
+            ``input_gradient``, ``integrated_gradients`` or ``occlusion``.
+        layers: Capture points that give feature maps: for ``feature_maps`` one or several, by
+            default one for each size of map; for ``gradcam`` one, by default the last before
+            pooling (or that has a gradient at the tokens of the picture).
+        ids: The samples to explain, by id.
+        rows: The samples to explain, by number.
+        limit: How many samples from the first on, where neither ``ids`` nor ``rows`` are given.
+        target: The class: ``predicted`` (where not given), ``label`` (the sample's own), a number,
+            or a number for each sample.
+        classes: Names of the classes, in the order of the scores: a list, or a text file with a
+            name a line. With them the class of a ``label`` is the one of its name, without them
+            that of its number.
+        channels: Which maps of a layer: numbers, ``first`` (where not given), or ``active``, those
+            with the largest mean absolute value over the samples.
+        n_channels: How many are ``first`` or ``active``; 4 where not given.
+        baseline: What stands for nothing, in the place of a pixel from 0 to 1 (of tensors as they
+            enter): where not given 0, black, for ``integrated_gradients``, and 0.5, grey, for
+            ``occlusion`` (0 of tensors).
+        steps: Points on the way from the baseline; 50 where not given.
+        window: Side in px of the square that hides a part; a seventh of the shorter side where not
+            given.
+        stride: From a square to the next, in px; half its side where not given.
+        batch_size: Samples, or hidden pictures, or points on the way, in a pass.
+        device: ``auto`` (cuda, mps, cpu; a live network's own), or one of torch's names.
+        run: Folder of the run; one below ``outputs``, named after model and data, where not given.
+        out: Folder to fill; ``explain/<method>-<hash>`` below that of the run where not given.
+        overwrite: Replace what another explanation left in ``out``.
+        preprocess: For pictures into a live network, or in the place of a Model's own; tensors
+            enter unchanged without it.
+        labels: For data that has none of its own, n of any kind.
+        config: The settings to record; those of this call where not given.
+
+    Returns:
+        The pictures and the maps.
+
+    Raises:
+        ConfigError: An argument is out of its range, or of no use with the method.
+        LayerError: A layer is not there, gives no feature maps, or does not lead to the scores.
+        ShapeError: The model gives no class scores ``(n, classes)``, or takes no pictures.
+        DataError: A sample is not there, or every one failed.
+        ModelError: A pass failed, or has no ReLU for ``guided_backprop``.
+        DependencyError: The ``viz`` extra is not installed, or captum (``explain``), which
+            ``integrated_gradients`` and ``occlusion`` need.
+        StoreError: No space, or ``out`` holds something else.
+    """
+    given = {
+        "layers": layers,
+        "channels": channels,
+        "n_channels": n_channels,
+        "target": target,
+        "classes": classes,
+        "baseline": baseline,
+        "steps": steps,
+        "window": window,
+        "stride": stride,
+    }
+    for key, value in given.items():
+        if value is not None and method not in _USES[key]:
+            raise ConfigError(
+                f"{key} has no use with method={method}; it is for {', '.join(_USES[key])}"
+            )
+    _require_numbers(batch_size=batch_size, limit=limit, n_channels=n_channels, steps=steps)
+    _require_numbers(window=window, stride=stride)
+    are_listed = channels is not None and not isinstance(channels, str)
+    if are_listed and (not channels or n_channels is not None):
+        raise ConfigError(
+            "channels lists which maps are drawn; name at least one, and leave n_channels out"
+        )
+    figures.require(f"method={method}")
+    if method in _BY_BASELINE:
+        saliency.require_captum(f"method={method}")
+    described = as_model(model, preprocess=preprocess)
+    if described.tokenizer is not None:
+        raise ConfigError(
+            f"{described.name} takes texts, and what is explained are pictures; choose a model of "
+            "pictures, such as model=resnet18"
+        )
+    source = as_source(data, labels=labels, ids=None, num_workers=0)
+    if not isinstance(source, Source):
+        raise ConfigError(
+            f"rows of {source.name} come shard by shard and cannot be chosen; unpack some into a "
+            "folder: data=folder data.root=FOLDER"
+        )
+    for note in (*described.notes, *source.warnings):
+        log.warning(note)
+    for note in source.notes:
+        log.info(note)
+    chosen = _chosen_rows(source, ids=ids, rows=rows, limit=limit)
+    torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
+    points = None
+    if layers is not None:
+        title = described.name if isinstance(model, Model) else None
+        points = hooks.resolve_points(
+            described.module, layers, penultimate=described.layer, title=title
+        )
+        _require_forward(points, method)
+    class_names = _class_names(classes)
+    settings = {
+        "method": method,
+        **given,
+        "layers": None if points is None else [point.name for point in points],
+        "classes": class_names,
+        "rows": chosen.tolist(),
+    }
+    identity = {
+        **{key: settings[key] for key in settings if settings[key] is not None},
+        "model": described.source,
+        "weights_sha256": described.weights_sha256,
+        "code": described.code,
+        "preprocess": described.preprocess.config() if described.preprocess else None,
+        "items": source.fingerprint,
+        "ids": [source.ids[row] for row in chosen],
+        "labels": None if source.labels is None else source.labels[chosen].tolist(),
+        "label_names": list(source.label_names),
+        "batch_size": None if fold.is_by_sample(described.module) else batch_size,
+        "revision": saliency.SALIENCY_REVISION,
+    }
+    file_id = settings_sha256(identity)
+    slug = f"{method}-{file_id[:6]}"
+    of_run = Path(run) if run else Path("outputs") / f"{described.name}-{source.name}"
+    folder = Path(out) if out else of_run / "explain" / slug
+    if _is_done(folder, file_id, overwrite=overwrite):
+        log.info("%s is complete already with these settings: nothing to do", folder)
+        return _opened(folder)
+    log.info(
+        "explaining %s of %s by %s on %s into %s",
+        number_of(len(chosen), "sample", "samples"),
+        f"{described.name} over {source.name}",
+        method,
+        torch_device,
+        folder,
+    )
+    plan = _Plan(
+        model=described,
+        source=source,
+        rows=chosen,
+        method=method,
+        points=points,
+        target=target,
+        class_names=class_names,
+        channels="first" if channels is None else channels,
+        n_channels=N_CHANNELS if n_channels is None else n_channels,
+        baseline=baseline,
+        steps=STEPS if steps is None else steps,
+        window=window,
+        stride=stride,
+        batch_size=batch_size,
+        device=torch_device,
+        only_pictures=preprocess is not None,
+    )
+    recorded = dict(config) if config is not None else {"batch_size": batch_size, **settings}
+    attrs = {
+        "id": file_id,
+        "method": method,
+        "model": described.name,
+        "weights": described.weights,
+        "weights_sha256": described.weights_sha256,
+        "source": described.source,
+        "license": described.license,
+        "data": source.name,
+        "config": public_config(recorded),
+        "device": torch_device.type,
+        "environment": json.dumps(
+            {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "threads": torch.get_num_threads(),
+            }
+        ),
+    }
+    started = time.monotonic()
+    with store.replacing_folder(folder, foreign=_foreign) as new:
+        if method == "feature_maps":
+            n_failed = _draw_feature_maps(plan, new)
+        else:
+            n_failed = _draw_maps(plan, new, attrs)
+        text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
+        store.replace_file(new / _CONFIG_NAME, text.encode())
+    found = _opened(folder)
+    n_good = len(chosen) - n_failed
+    seconds = time.monotonic() - started
+    log.info(
+        "wrote %s: %s of %s, %s failed%s, %.1f s, %.1f images/s",
+        folder,
+        number_of(len(found.pictures), "picture", "pictures"),
+        number_of(n_good, "sample", "samples"),
+        f"{n_failed:,}",
+        "" if found.maps is None else f", {MAPS_NAME} with maps {found.maps.maps.shape}",
+        seconds,
+        n_good / max(seconds, 1e-9),
+    )
+    return found
+
+
+# --------------------------------------------------------------------------- settings
+
+_CONFIG_NAME = "config.yaml"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    model: Model
+    source: Source
+    rows: Array
+    method: str
+    points: list[hooks.Point] | None
+    target: int | str | Sequence[int] | None
+    class_names: list[str] | None
+    channels: str | Sequence[int]
+    n_channels: int
+    baseline: float | None
+    steps: int
+    window: int | None
+    stride: int | None
+    batch_size: int
+    device: torch.device
+    only_pictures: bool
+
+
+def _require_numbers(**values: int | None) -> None:
+    for key, value in values.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{key} must be at least 1, not {value}")
+
+
+def _chosen_rows(
+    source: Source,
+    *,
+    ids: str | Sequence[str] | None,
+    rows: int | Sequence[int] | None,
+    limit: int,
+) -> Array:
+    """The numbers of the rows that are asked for, each once, in the order asked for."""
+    n = len(source)
+    if ids is not None and rows is not None:
+        raise ConfigError("ids and rows both choose the samples; leave one out")
+    if ids is None and rows is None:
+        return np.arange(min(limit, n))
+    if rows is not None:
+        numbers = [rows] if isinstance(rows, int) else list(rows)
+        for row in numbers:
+            if not 0 <= row < n:
+                raise DataError(f"there is no row {row}: {source.name} has {n:,}, 0 to {n - 1}")
+    else:
+        asked = [ids] if isinstance(ids, str) else list(ids or ())
+        places = {name: row for row, name in enumerate(source.ids)}
+        for name in asked:
+            if name not in places:
+                raise DataError(
+                    f"{source.name} has no sample {name!r}; the nearest of its {n:,} ids are "
+                    f"{', '.join(nearest(name, places))}"
+                )
+        numbers = [places[name] for name in asked]
+    if not numbers:
+        raise ConfigError("no sample is named; name at least one, or leave ids and rows out")
+    return np.array(list(dict.fromkeys(numbers)))
+
+
+def _require_forward(points: Sequence[hooks.Point], method: str) -> None:
+    for point in points:
+        if point.what not in ("output", "input"):
+            raise LayerError(
+                f"{point.name} is a gradient, and {method} takes what a layer gives; name the "
+                f"layer alone: {point.layer}"
+            )
+    if method in saliency.ON_LAYER and len(points) > 1:
+        raise ConfigError(
+            f"method={method} takes one layer, and layers names {len(points)}: "
+            f"{listed([point.name for point in points], most=4)}; run it once for each"
+        )
+
+
+def _class_names(classes: str | Sequence[str] | None) -> list[str] | None:
+    if not isinstance(classes, str):
+        return None if classes is None else list(classes)
+    try:
+        lines = Path(classes).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise ConfigError(
+            f"classes={classes} cannot be read: {why}; name a text file with a name a line"
+        ) from None
+    return [line.strip() for line in lines if line.strip()]
+
+
+# --------------------------------------------------------------------------- the folder
+
+
+def _is_done(folder: Path, file_id: str, *, overwrite: bool) -> bool:
+    """Whether a folder holds this explanation.
+
+    Raises:
+        StoreError: It holds another one, or something that is not ours.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return False
+    config = folder / _CONFIG_NAME
+    if not folder.is_dir() or (any(folder.iterdir()) and not config.is_file()):
+        raise StoreError(
+            f"{folder} is there and was not written by embedx; move it, or choose another "
+            "out=FOLDER"
+        )
+    if not config.is_file():
+        return False
+    store.require_ours(config, re.compile(rb"id: '?[0-9a-f]{64}'?\s"))
+    if overwrite:
+        return False
+    there = re.match(r"id: '?([0-9a-f]{64})", config.read_text(encoding="utf-8"))
+    if there is None or there[1] != file_id:
+        raise StoreError(
+            f"{folder} holds another explanation; choose another name or out folder, or replace "
+            "it with overwrite=true"
+        )
+    return True
+
+
+def _foreign(folder: Path) -> set[str]:
+    """Names in a folder that are no part of an explanation."""
+    return {path.name for path in folder.iterdir() if not _is_own(path)}
+
+
+def _is_own(path: Path) -> bool:
+    if path.suffix == ".png":
+        with contextlib.suppress(StoreError):
+            store.require_ours(path, store.PICTURE_MARKS[".png"])
+            return True
+        return False
+    return path.name in (_CONFIG_NAME, MAPS_NAME) and path.is_file()
+
+
+def _opened(folder: Path) -> Explanation:
+    maps = folder / MAPS_NAME
+    return Explanation(
+        folder,
+        sorted(path for path in folder.glob("*.png") if _is_own(path)),
+        store.open_maps(maps) if maps.exists() else None,
+    )
+
+
+# --------------------------------------------------------------------------- the samples
+
+
+@dataclasses.dataclass
+class _Samples:
+    """The samples that are explained, m of them, by their place among those chosen.
+
+    Attributes:
+        inputs: What enters, on the CPU, in batches of the places that were read.
+        pictures: As shown, shape ``(h, w, 3)`` uint8, by place.
+        reasons: Why one failed, by place.
+        labels: Shape ``(m,)`` int32, -1 for none; None without labels.
+        normalize: From what was read to what enters.
+    """
+
+    inputs: list[tuple[list[int], Tensor]]
+    pictures: dict[int, Array]
+    reasons: dict[int, str]
+    labels: Array | None
+    normalize: Callable[[Tensor], Tensor]
+
+
+def _read(plan: _Plan) -> _Samples:
+    """Read the samples as extract does; one that cannot be read fails alone."""
+    source, rows = plan.source, plan.rows
+    prepared = plan.model.preprocess
+    draws = source.draws or (prepared is not None and prepared.is_own)
+
+    def read(place: int) -> Any:
+        row = int(rows[place])
+        if draws:  # as of the row in the whole, and not of its place among those chosen
+            sources.seed_random(row)
+        return source.read(row)
+
+    some = dataclasses.replace(
+        source,
+        ids=[source.ids[row] for row in rows],
+        read=read,
+        labels=None if source.labels is None else np.asarray(source.labels)[rows],
+        item_hashes=None,
+        metadata={},
+    )
+    batches = Batches(
+        some, plan.model, batch_size=plan.batch_size, only_pictures=plan.only_pictures
+    )
+    labels = some.labels
+    if source.labels_in_items:
+        labels = np.full(len(rows), -1, np.int32)
+    samples = _Samples([], {}, {}, labels, lambda tensor: tensor)
+    with contextlib.ExitStack() as stack:
+        if source.reads_files:
+            stack.enter_context(sources.whole_pictures())
+        if draws:
+            stack.enter_context(sources.random_put_back())
+        for batch in (batches[number] for number in range(len(batches))):
+            _take(plan, samples, batch)
+    return samples
+
+
+def _take(plan: _Plan, samples: _Samples, batch: Batch) -> None:
+    if batch.fatal is not None:
+        raise batch.fatal
+    samples.reasons |= {batch.start + i: reason for i, reason in batch.reasons.items()}
+    if batch.labels is not None and samples.labels is not None:
+        samples.labels[batch.start : batch.start + batch.size] = batch.labels
+    for piece in batch.pieces:
+        inputs = piece.inputs
+        if not isinstance(inputs, Tensor) or inputs.ndim != 4:
+            shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else ", ".join(inputs)
+            raise ShapeError(
+                f"what is explained are pictures (n, c, h, w), and what enters "
+                f"{plan.model.name} is {shape}"
+            )
+        good = [i for i in range(batch.size) if i not in batch.reasons]
+        kept = inputs[good]
+        if not batch.are_pixels and not kept.is_floating_point():
+            raise ShapeError(
+                f"the inputs are {str(kept.dtype).removeprefix('torch.')}, which have no gradient; "
+                "give floats, or pictures"
+            )
+        if batch.are_pixels and plan.model.preprocess is not None:
+            samples.normalize = plan.model.preprocess.normalize
+        places = [batch.start + i for i in good]
+        samples.inputs.append((places, kept))
+        shown = kept.numpy() if batch.are_pixels else kept.detach().float().numpy()
+        for place, one in zip(places, shown, strict=True):
+            samples.pictures[place] = overlays.shown(one)
+
+
+@contextlib.contextmanager
+def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
+    """The network on its device, as it will be put back; gives what makes a batch enter."""
+    module = plan.model.module
+    is_known = fold.is_known(module)
+    with contextlib.ExitStack() as stack:
+        lies_on = next((p.device for p in module.parameters()), plan.device)
+        if lies_on != plan.device:
+            stack.callback(module.to, lies_on)
+            module.to(plan.device)
+        stack.enter_context(hooks.undisturbed(module, device=plan.device))
+        stack.enter_context(matmul_precision("fp32"))
+        stack.enter_context(saliency.ready(module))
+
+        def enter(tensor: Tensor, place: int) -> Tensor:
+            seed_all(int(plan.rows[place]), plan.device)
+            inputs = placed(tensor, plan.device)
+            if is_known:
+                inputs = channels_last(inputs)
+            assert isinstance(inputs, Tensor)
+            return inputs
+
+        yield enter
+
+
+def _require_some(samples: _Samples, plan: _Plan) -> None:
+    """Say which samples failed.
+
+    Raises:
+        DataError: All did.
+    """
+    if len(samples.reasons) == len(plan.rows):
+        place, reason = min(samples.reasons.items())
+        raise DataError(
+            f"every one of the {len(plan.rows):,} samples failed; the first, "
+            f"{plan.source.ids[plan.rows[place]]}: {reason}"
+        )
+    for place, reason in sorted(samples.reasons.items())[:3]:
+        row = plan.rows[place]
+        log.warning("failed row %s, %s: %s", row, plan.source.ids[row], reason)
+    if len(samples.reasons) > 3:
+        log.warning("and %s more failed", len(samples.reasons) - 3)
+
+
+# --------------------------------------------------------------------------- feature maps
+
+
+def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
+    samples = _read(plan)
+    _require_some(samples, plan)
+    module, title = plan.model.module, plan.model.name
+    first = samples.normalize(samples.inputs[0][1][:1])
+    found: dict[str, dict[int, Array]] = {}
+    layers: dict[str, saliency.Layer] = {}
+    with _running(plan) as enter, torch.no_grad():
+        network = saliency.look(module, enter(first, samples.inputs[0][0][0]), title=title)
+        points = plan.points
+        if points is None:
+            names = grids.through_depth(network.seen)
+            if not names:
+                raise LayerError(
+                    f"{title} has no layer that gives feature maps of the picture; name one that "
+                    "does with layers=NAME, see: python -m embedx layers"
+                )
+            points = [hooks.parse_point(name) for name in names]
+            log.info("layers: %s", ", ".join(names))
+
+        def passes() -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+            for places, tensor in samples.inputs:
+                inputs = enter(samples.normalize(tensor), places[0])
+                with hooks.Capture(module, points, only_here=True) as got:
+                    hooks.run_model(module, inputs, title=title)
+                    maps = {}
+                    for point in points:
+                        layer = saliency.as_layer(network, point, got[point.name], n=len(places))
+                        layers[point.name] = layer
+                        maps[point.name] = layer.grid.maps(got[point.name])
+                yield places, maps
+
+        activity: dict[str, Tensor] = {}
+        if plan.channels == "active":
+            for _, maps in passes():
+                for name, one in maps.items():
+                    total = one.double().abs().nan_to_num(0).mean((2, 3)).sum(0)
+                    activity[name] = activity.get(name, 0) + total
+        picked: dict[str, list[int]] = {}
+        for places, maps in passes():
+            for name, one in maps.items():
+                if name not in picked:
+                    picked[name] = _picked(plan, layers[name], activity.get(name))
+                kept = one[:, picked[name]].to("cpu", torch.float32).numpy()
+                found.setdefault(name, {}).update(zip(places, kept, strict=True))
+    about = f"{title} over {plan.source.name}"
+    places = sorted(samples.pictures)
+    shown = [
+        overlays.Sample(
+            plan.source.ids[plan.rows[place]], int(plan.rows[place]), samples.pictures[place]
+        )
+        for place in places
+    ]
+    drawn: list[overlays.Column] = []
+    with Progress(len(points) + len(places), what="draw", unit="pictures") as progress:
+        for number, point in enumerate(points, start=1):
+            layer = layers[point.name]
+            of_samples = [found[point.name][place] for place in places]
+            column = overlays.Column(
+                point.name, layer.width, layer.grid.words, picked[point.name], of_samples
+            )
+            drawn.append(column)
+            figure = overlays.layer_sheet(shown, column, title=about)
+            figures.save(figure, folder / f"layer-{number:02d}-{_safe(point.name)}.png")
+            progress.advance(1)
+        for i, sample in enumerate(shown):
+            figure = overlays.depth_sheet(sample, drawn, i, title=about)
+            figures.save(figure, folder / f"row-{sample.row}.png")
+            progress.advance(1)
+    return len(samples.reasons)
+
+
+def _picked(plan: _Plan, layer: saliency.Layer, activity: Tensor | None) -> list[int]:
+    """The channels of a layer that are drawn.
+
+    Raises:
+        ConfigError: It has no such channel.
+    """
+    if activity is not None:
+        order = activity.argsort(descending=True, stable=True)
+        return [int(channel) for channel in order[: plan.n_channels]]
+    if isinstance(plan.channels, str):
+        return list(range(min(plan.n_channels, layer.width)))
+    for channel in plan.channels:
+        if not 0 <= channel < layer.width:
+            raise ConfigError(
+                f"channels={channel}: layer {layer.point.name} has {layer.width} channels, 0 to "
+                f"{layer.width - 1}"
+            )
+    return list(plan.channels)
+
+
+def _safe(name: str) -> str:
+    """The name of a layer within that of a file; the number before it tells them apart."""
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:60]
+
+
+# --------------------------------------------------------------------------- maps of a class
+
+
+def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
+    samples = _read(plan)
+    targets = _targets(plan, samples)
+    _require_some(samples, plan)
+    m = len(plan.rows)
+    maps: Array | None = None
+    columns: dict[str, Array] = {}
+    chosen = np.full(m, -1, np.int32)
+    run = saliency.Scored(plan.model.module, plan.model.name)
+    with (
+        _running(plan) as enter,
+        Progress(m, what=plan.method, unit="images") as progress,
+    ):
+        make: Callable[..., saliency.Maps] | None = None
+        facts: dict[str, Any] = {}
+        for read, tensor in samples.inputs:
+            kept = [i for i, place in enumerate(read) if place not in samples.reasons]
+            progress.advance(len(read) - len(kept))
+            if not kept:
+                continue
+            places = [read[i] for i in kept]
+            inputs = enter(samples.normalize(tensor[kept]), places[0])
+            if make is None:
+                make, facts = _maker(plan, run, samples, inputs)
+            wanted = None if targets is None else torch.from_numpy(targets[places])
+            got = make(run, inputs, wanted)
+            progress.advance(len(places))
+            values = got.maps.numpy()
+            figures_of = {"scores": got.scores, "shares": got.shares, **got.columns}
+            if maps is None:
+                maps = np.full((m, *values.shape[1:]), np.nan, np.float32)
+                columns = {name: np.full(m, np.nan, np.float32) for name in figures_of}
+            if values.shape[1:] != maps.shape[1:]:
+                raise ShapeError(
+                    f"the maps of row {plan.rows[places[0]]} have shape {values.shape[1:]} "
+                    f"and {maps.shape[1:]} before; bring all samples to one size"
+                )
+            finite = np.isfinite(values).reshape(len(values), -1).all(1)
+            finite &= np.isfinite(got.scores.numpy())
+            for i, place in enumerate(places):
+                if not finite[i]:
+                    samples.reasons[place] = "ModelError: its score or its map is not finite"
+                    continue
+                maps[place], chosen[place] = values[i], got.targets[i]
+                for name, column in figures_of.items():
+                    columns[name][place] = column[i]
+    _require_some(samples, plan)
+    assert maps is not None
+    n_empty = int((~maps.reshape(m, -1).any(1)).sum())
+    if n_empty:
+        log.warning("%s of %s maps are zero everywhere: nothing there raises the score", n_empty, m)
+    if plan.method == "integrated_gradients":
+        _say_incomplete(plan, columns["completeness_error"])
+    status = np.full(m, Status.OK, np.uint8)
+    status[list(samples.reasons)] = Status.FAILED
+    store.write_maps(
+        folder / MAPS_NAME,
+        method=plan.method,
+        maps=maps,
+        ids=[plan.source.ids[row] for row in plan.rows],
+        rows=plan.rows,
+        status=status,
+        targets=chosen,
+        labels=samples.labels,
+        label_names=plan.source.label_names,
+        columns=columns,
+        attrs={**attrs, **facts},
+    )
+    with Progress(m - len(samples.reasons), what="draw", unit="pictures") as progress:
+        for place in sorted(samples.pictures.keys() - samples.reasons.keys()):
+            row = int(plan.rows[place])
+            figure = overlays.overlay(
+                overlays.Sample(plan.source.ids[row], row, samples.pictures[place]),
+                maps[place],
+                measured=_MEASURED[plan.method],
+                is_signed=plan.method in saliency.SIGNED,
+                title=f"{_NAMES[plan.method]} of {plan.model.name}"
+                + (f" at {facts['layer']}" if "layer" in facts else ""),
+                caption=_caption(plan, chosen[place], columns, place, samples),
+            )
+            figures.save(figure, folder / f"row-{row}.png")
+            progress.advance(1)
+    return len(samples.reasons)
+
+
+def _targets(plan: _Plan, samples: _Samples) -> Array | None:
+    """The class of each sample, shape ``(m,)``; None for what is predicted.
+
+    Raises:
+        ConfigError: The target is none, or there are no labels.
+    """
+    target, m = plan.target, len(plan.rows)
+    if target is None or target == "predicted":
+        return None
+    if isinstance(target, str):
+        if target != "label":
+            raise ConfigError(
+                f"target={target!r} must be predicted, label, the number of a class, or a list of "
+                f"{m} numbers; the nearest is {nearest(target, ['predicted', 'label'], n=1)[0]}"
+            )
+        if samples.labels is None:
+            raise ConfigError(
+                f"{plan.source.name} has no labels, so target=label says nothing; choose "
+                "target=predicted, or the number of a class"
+            )
+        return _of_labels(plan, samples)
+    if isinstance(target, int):
+        return np.full(m, target, np.int64)
+    if len(target) != m:
+        raise ConfigError(
+            f"target lists {len(target)} classes for {m} samples; give one for all or one each"
+        )
+    return np.array(target, np.int64)
+
+
+def _of_labels(plan: _Plan, samples: _Samples) -> Array:
+    assert samples.labels is not None
+    targets = samples.labels.astype(np.int64)
+    names = list(plan.source.label_names)
+    for place, label in enumerate(targets.tolist()):
+        if label < 0:
+            samples.reasons.setdefault(
+                place, "DataError: it has no label, which target=label needs"
+            )
+        elif plan.class_names is not None and names:
+            if names[label] not in plan.class_names:
+                raise ConfigError(
+                    f"the label {names[label]!r} is none of the {len(plan.class_names):,} classes; "
+                    f"the nearest are {', '.join(nearest(names[label], plan.class_names))}"
+                )
+            targets[place] = plan.class_names.index(names[label])
+    return targets
+
+
+def _maker(
+    plan: _Plan, run: saliency.Scored, samples: _Samples, inputs: Tensor
+) -> tuple[Callable[..., saliency.Maps], dict[str, Any]]:
+    """The method as a function of a batch, and what it does, for the file."""
+    if plan.class_names is not None:
+        with torch.no_grad():
+            n_classes = run(inputs[:1]).shape[1]
+        if n_classes != len(plan.class_names):
+            raise ConfigError(
+                f"classes has {len(plan.class_names):,} names, and {run.title} has {n_classes:,} "
+                "classes; give a name for each"
+            )
+    if plan.method in saliency.ON_LAYER:
+        layer = _layer(plan, run, inputs)
+        is_plus = plan.method == "gradcam++"
+
+        def at_layer(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
+            return saliency.gradcam(run, inputs, targets, layer=layer, plus_plus=is_plus)
+
+        return at_layer, {"layer": layer.point.name, "grid": layer.grid.words}
+    if plan.method in ("guided_backprop", "input_gradient"):
+        return getattr(saliency, plan.method), {}
+    value, baseline = _baseline(plan, samples, inputs)
+    if plan.method == "integrated_gradients":
+
+        def along(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
+            return saliency.integrated_gradients(
+                run,
+                inputs,
+                targets,
+                baseline=baseline,
+                steps=plan.steps,
+                batch_size=plan.batch_size,
+            )
+
+        return along, {"baseline": value, "steps": plan.steps}
+    side = min(inputs.shape[2:])
+    window = max(1, side // WINDOWS_ACROSS) if plan.window is None else plan.window
+    if window > side:
+        raise ConfigError(f"window={window} px is larger than the pictures, {side} px")
+    stride = max(1, window // 2) if plan.stride is None else plan.stride
+    if stride > window:
+        raise ConfigError(
+            f"stride={stride} px leaves pixels between windows of {window} px that nothing hides; "
+            f"choose at most stride={window}"
+        )
+    log.info("occlusion by squares of %s px, each %s px from the next", window, stride)
+
+    def hidden(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
+        return saliency.occlusion(
+            run,
+            inputs,
+            targets,
+            baseline=baseline,
+            window=window,
+            stride=stride,
+            batch_size=plan.batch_size,
+        )
+
+    return hidden, {"baseline": value, "window_px": window, "stride_px": stride}
+
+
+def _layer(plan: _Plan, run: saliency.Scored, inputs: Tensor) -> saliency.Layer:
+    """The layer of a CAM, with its grid."""
+    one = inputs[:1]
+    network = saliency.look(run.module, one, title=run.title)
+    if plan.points is None:
+        point = hooks.parse_point(saliency.last_layer(run, network, one))
+    else:
+        (point,) = plan.points
+    with hooks.Capture(run.module, [point], only_here=True) as got, torch.no_grad():
+        run(one)
+        layer = saliency.as_layer(network, point, got[point.name], n=1)
+    log.info("layer: %s, %s maps of %s", point.name, f"{layer.width:,}", layer.grid.words)
+    return layer
+
+
+def _baseline(plan: _Plan, samples: _Samples, inputs: Tensor) -> tuple[float, Tensor]:
+    """What stands for nothing: as it is told, and as it enters."""
+    are_pixels = samples.inputs[0][1].dtype == torch.uint8
+    usual = GREY if plan.method == "occlusion" and are_pixels else 0.0
+    value = usual if plan.baseline is None else plan.baseline
+    if are_pixels and not 0 <= value <= 1:
+        raise ConfigError(f"baseline is a pixel from 0 (black) to 1 (white), not {value}")
+    flat = torch.full((1, *inputs.shape[1:]), value, dtype=torch.float32)
+    if are_pixels:
+        flat = samples.normalize(flat * 255)
+    log.info("baseline: %s", f"pixels of {value:g}" if are_pixels else f"{value:g} everywhere")
+    return value, flat.to(inputs.device)
+
+
+def _say_incomplete(plan: _Plan, error: Array) -> None:
+    far = np.flatnonzero(error > saliency.INCOMPLETE_FROM)
+    if len(far):
+        worst = int(far[np.argmax(error[far])])
+        log.warning(
+            "%s of %s maps miss the difference of the scores by more than %.0f %%, %s by %.3g %%; "
+            "more steps than %s come nearer",
+            len(far),
+            len(error),
+            100 * saliency.INCOMPLETE_FROM,
+            plan.source.ids[plan.rows[worst]],
+            100 * error[worst],
+            plan.steps,
+        )
+
+
+_NAMES = {
+    "guided_backprop": "Guided backpropagation",
+    "input_gradient": "Input gradient",
+    "gradcam": "Grad-CAM",
+    "gradcam++": "Grad-CAM++",
+    "integrated_gradients": "Integrated gradients",
+    "occlusion": "Occlusion",
+}
+_MEASURED = {
+    "guided_backprop": "largest guided gradient of the channels, absolute",
+    "input_gradient": "largest gradient of the channels, absolute",
+    "gradcam": "weighted sum of the maps",
+    "gradcam++": "weighted sum of the maps",
+    "integrated_gradients": "part in the score, sum over the channels",
+    "occlusion": "fall of the score where it is hidden",
+}
+
+
+def _caption(
+    plan: _Plan, target: int, columns: Mapping[str, Array], place: int, samples: _Samples
+) -> list[str]:
+    name = f" {plan.class_names[target]}" if plan.class_names is not None else ""
+    how = "" if plan.target in (None, "predicted") else " (chosen)"
+    lines = [f"class {target}{name}{how}"]
+    score, share = columns["scores"][place], columns["shares"][place]
+    lines.append(
+        f"score {score:.3g}, softmax {share:.2f}" if score != share else f"score {score:.2f}"
+    )
+    if samples.labels is not None and samples.labels[place] >= 0:
+        label = int(samples.labels[place])
+        names = plan.source.label_names
+        lines.append(f"label {names[label] if len(names) else label}")
+    if "completeness_error" in columns:
+        lines.append(f"completeness error {100 * columns['completeness_error'][place]:.2g} %")
+    return lines

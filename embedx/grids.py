@@ -1,0 +1,220 @@
+"""From an activation to feature maps: which axes of it, or which tokens, are the picture's."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from embedx.pooling import may_be_channels_last
+
+# Tokens before those of the picture: class, distillation, registers. Networks have up to 5, and
+# where it is known into what they cut the picture, others may have more.
+PREFIX_TOKENS_USUAL, PREFIX_TOKENS_MOST = 5, 16
+FIRST_FROM = 3  # blocks of one grid, of which some are shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Where the maps of an activation are.
+
+    Attributes:
+        form: ``first`` for channels first ``(n, c, h, w)``, ``last`` for channels last
+            ``(n, h, w, c)``, ``tokens`` for ``(n, t, c)``.
+        h: Height of a map.
+        w: Width of a map.
+        n_prefix: Tokens before those of the picture, such as a class token.
+    """
+
+    form: Literal["first", "last", "tokens"]
+    h: int
+    w: int
+    n_prefix: int = 0
+
+    def maps(self, activation: Tensor) -> Tensor:
+        """An activation ``(n, ...)`` of this form as feature maps ``(n, c, h, w)``."""
+        if self.form == "first":
+            return activation
+        if self.form == "last":
+            return activation.movedim(-1, 1)
+        n, _, c = activation.shape
+        tokens = activation[:, self.n_prefix :]
+        return tokens.reshape(n, self.h, self.w, c).movedim(-1, 1)
+
+    @property
+    def words(self) -> str:
+        """What is to be said of it."""
+        if self.form == "tokens":
+            left_out = f", {self.n_prefix} before them left out" if self.n_prefix else ""
+            return f"{self.h}x{self.w} tokens{left_out}"
+        return f"{self.h}x{self.w}{', channels last' if self.form == 'last' else ''}"
+
+
+def grid_of(
+    activation: Any,
+    *,
+    n: int,
+    picture: tuple[int, int],
+    patches: tuple[int, int] | None = None,
+) -> Grid | None:
+    """The grid of what a layer gives, or None where that is no set of feature maps.
+
+    Maps of one pixel are none. Tokens are those of the picture where, but for a few that come
+    first, they are as many as the patches of some size that the picture has.
+
+    Args:
+        activation: What a layer gives.
+        n: How many samples entered.
+        picture: Height and width of what entered the network.
+        patches: Height and width of the grid that the network cut the picture into, if known.
+    """
+    if not isinstance(activation, Tensor) or not activation.is_floating_point():
+        return None
+    if activation.ndim not in (3, 4) or len(activation) != n or not activation.numel():
+        return None
+    if activation.ndim == 3:
+        return _of_tokens(activation.shape[1], picture, patches)
+    if may_be_channels_last(activation, picture=picture):
+        form, h, w = "last", activation.shape[1], activation.shape[2]
+    else:
+        form, h, w = "first", activation.shape[2], activation.shape[3]
+    if h * w == 1 or h > picture[0] or w > picture[1] or not _is_alike((h, w), picture):
+        return None
+    return Grid(form, h, w)  # type: ignore[arg-type]  # one of the two
+
+
+def _is_alike(grid: tuple[int, int], picture: tuple[int, int]) -> bool:
+    """Whether a grid has the proportion of the picture, but for what borders take off."""
+    steps = picture[0] / grid[0], picture[1] / grid[1]
+    return max(steps) / min(steps) <= max(1 + 2 / min(grid), 1.1)
+
+
+def _of_tokens(t: int, picture: tuple[int, int], patches: tuple[int, int] | None) -> Grid | None:
+    if patches is not None and 0 <= t - patches[0] * patches[1] <= PREFIX_TOKENS_MOST:
+        return Grid("tokens", *patches, n_prefix=t - patches[0] * patches[1])
+    found: list[tuple[int, int, int]] = []
+    for side in range(1, min(picture) + 1):
+        for h, w in (
+            (picture[0] // side, picture[1] // side),
+            (math.ceil(picture[0] / side), math.ceil(picture[1] / side)),
+        ):
+            if 0 <= t - h * w <= PREFIX_TOKENS_USUAL and h * w > PREFIX_TOKENS_USUAL:
+                found.append((t - h * w, h, w))
+    if not found:
+        return None
+    n_prefix, h, w = min(found)
+    return Grid("tokens", h, w, n_prefix=n_prefix)
+
+
+# --------------------------------------------------------------------------- a network
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a module gave in an example pass, where that is a set of feature maps.
+
+    Attributes:
+        name: Of the module, with ``@CALL`` where it runs more than once.
+        output: What it gave, as it was at the end of the pass.
+        grid: Where the maps are.
+        is_pooled: Whether it is what a pooling layer gave.
+        has_parts: Whether the module has modules in it.
+    """
+
+    name: str
+    output: Tensor
+    grid: Grid
+    is_pooled: bool
+    has_parts: bool
+
+    @property
+    def depth(self) -> int:
+        return self.name.count(".")
+
+
+def seen_in(
+    module: nn.Module,
+    fired: Sequence[tuple[str, Any]],
+    *,
+    n: int,
+    picture: tuple[int, int],
+) -> list[Seen]:
+    """The feature maps of a pass, in the order in which they came.
+
+    Args:
+        module: The network.
+        fired: Name and output of each module, in order.
+        n: How many samples entered.
+        picture: Height and width of what entered.
+    """
+    modules = dict(module.named_modules())
+    calls = Counter(name for name, _ in fired)
+    pooled: dict[int, bool] = {}  # by the tensor: whether the layer that made it is a pooling
+    for name, output in fired:
+        pooled.setdefault(id(output), "Pool" in type(modules[name]).__name__)
+    patches = patches_in(fired, n=n, picture=picture)
+    seen = []
+    n_before: Counter[str] = Counter()
+    for name, output in fired:
+        point = name if calls[name] == 1 else f"{name}@{n_before[name]}"
+        n_before[name] += 1
+        grid = grid_of(output, n=n, picture=picture, patches=patches.get(_width(output)))
+        # What these give is given by another layer too, or is attention from token to token.
+        is_bare = re.search("Dropout|Identity|Softmax", type(modules[name]).__name__)
+        if grid is not None and name and not is_bare:
+            has_parts = next(modules[name].children(), None) is not None
+            seen.append(Seen(point, output, grid, pooled[id(output)], has_parts))
+    return seen
+
+
+def patches_in(
+    fired: Sequence[tuple[str, Any]], *, n: int, picture: tuple[int, int]
+) -> dict[int, tuple[int, int]]:
+    """Into which grids a network cut the picture, by the number of channels."""
+    found: dict[int, tuple[int, int]] = {}
+    for _, output in fired:
+        if isinstance(output, Tensor) and output.ndim == 4:
+            grid = grid_of(output, n=n, picture=picture)
+            if grid is not None and grid.form == "first":
+                found[output.shape[1]] = (grid.h, grid.w)
+    return found
+
+
+def _width(output: Any) -> int:
+    return output.shape[2] if isinstance(output, Tensor) and output.ndim == 3 else 0
+
+
+def through_depth(seen: Sequence[Seen]) -> list[str]:
+    """Layers that show a network from its beginning to its end: the last one of each size of grid.
+
+    The last of the outermost level, that is: ``layer1``, not a part of it. Of a network that has
+    less than four sizes, blocks that follow each other, evenly spaced.
+    """
+    sizes: dict[tuple[int, int], Seen] = {}
+    seen = [one for one in seen if "@" not in one.name]
+    for one in seen:
+        before = sizes.get((one.grid.h, one.grid.w))
+        if not one.is_pooled and (before is None or one.depth <= before.depth):
+            sizes[one.grid.h, one.grid.w] = one
+    outermost = min((one.depth for one in sizes.values()), default=0)
+    # Deep within a block, such as windows of attention, are grids that are no map of the picture.
+    names = [one.name for one in sizes.values() if one.depth <= outermost + 2]
+    order = [one.name for one in seen]
+    if len(names) < 4:
+        blocks = list(_blocks(seen))
+        spaced = [blocks[round(i * (len(blocks) - 1) / 4)] for i in range(5)] if blocks else []
+        names = list({*names, *spaced})
+    return sorted(names, key=order.index)
+
+
+def _blocks(seen: Sequence[Seen]) -> Iterator[str]:
+    """The blocks that follow each other, of the outermost level that has some."""
+    inner = [one for one in seen if one.has_parts]
+    for depth in range(max((one.depth for one in inner), default=-1) + 1):
+        level = [one.name for one in inner if one.depth == depth]
+        if len(level) >= FIRST_FROM:
+            yield from level
+            return

@@ -1,0 +1,346 @@
+"""Pictures of feature maps, and of maps on the pictures that they explain."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from embedx.errors import number_of
+from embedx.figures import QUIET, THEMES, as_label, new_figure, themed
+from embedx.store import Array
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Both keep their order for common colour-vision deficiencies; of two signs, orange and purple.
+SCALE, SIGNED_SCALE = "viridis", "PuOr_r"
+STRONGEST = 0.8  # opacity of the largest value on a picture
+MOST_SHOWN = 99.5  # percentile of the values of pixels at which colours end: a few are far out
+TILE_IN, GAP_IN, LINE_IN, MARGIN_IN = 1.25, 0.1, 0.17, 0.22
+PANEL_IN = 2.9
+FILLED_IN = 3.4  # a narrower picture has no room for its title
+TITLE_PT, TEXT_PT, SMALL_PT = 11.0, 9.0, 7.5
+PT_IN = 1 / 72
+
+
+class Sample(NamedTuple):
+    """A sample as it is shown.
+
+    Attributes:
+        id: Its id, which may hold anything.
+        row: Its number.
+        picture: Shape ``(h, w, 3)`` uint8.
+    """
+
+    id: str
+    row: int
+    picture: Array
+
+
+class Column(NamedTuple):
+    """Maps of a layer.
+
+    Attributes:
+        layer: Its point.
+        width: How many maps it has.
+        words: Of their grid.
+        channels: Which of them are drawn, k.
+        maps: Those of each sample, shape ``(k, h, w)``.
+    """
+
+    layer: str
+    width: int
+    words: str
+    channels: Sequence[int]
+    maps: Sequence[Array]
+
+
+def shown(entered: Array) -> Array:
+    """What enters a network as a picture ``(h, w, 3)`` uint8.
+
+    Args:
+        entered: Shape ``(c, h, w)``: pixels of uint8, or floats, which are stretched over what can
+            be shown; of other than 1 or 3 channels the mean.
+    """
+    values = np.moveaxis(entered, 0, -1)
+    if values.dtype != np.uint8:
+        values = values.astype(np.float64)
+        if values.shape[2] not in (1, 3):
+            values = values.mean(2, keepdims=True)
+        low, high = _range(values)
+        values = np.nan_to_num((values - low) / (high - low), posinf=1.0, neginf=0.0)
+        values = (np.clip(values, 0, 1) * 255).round().astype(np.uint8)
+    return np.ascontiguousarray(np.broadcast_to(values, (*values.shape[:2], 3)))
+
+
+def _range(values: Array) -> tuple[float, float]:
+    """The smallest and the largest finite value, apart from each other."""
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return low, high if high > low else low + 1.0
+
+
+# --------------------------------------------------------------------------- maps of a class
+
+
+def overlay(
+    sample: Sample,
+    explained: Array,
+    *,
+    measured: str,
+    is_signed: bool,
+    title: str,
+    caption: Sequence[str],
+) -> "Figure":
+    """What enters, its map, and the map on what enters, side by side.
+
+    Args:
+        sample: The sample.
+        explained: Its map, shape ``(h, w)`` of any size, or ``(c, h, w)``, of which the sum over
+            the channels is shown where it is signed, else the largest absolute value.
+        measured: What its values are, for the scale.
+        is_signed: Whether values below 0 mean something.
+        title: Above all.
+        caption: Lines below, the first in bold.
+    """
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    values = explained.astype(np.float64)
+    if values.ndim == 3:
+        values = values.sum(0) if is_signed else np.abs(values).max(0)
+    size = np.abs(values)
+    top = float(np.percentile(size, MOST_SHOWN)) if values.size > 10_000 else float(size.max())
+    top = top or float(size.max()) or 1.0
+    limits = Normalize(-top if is_signed else 0.0, top, clip=True)
+    scale = colormaps[SIGNED_SCALE if is_signed else SCALE]
+    high, wide = sample.picture.shape[:2]
+    large = np.array(
+        Image.fromarray(values.astype(np.float32)).resize((wide, high), Image.Resampling.BILINEAR)
+    )
+    grey = sample.picture.mean(2, keepdims=True) / 255
+    ground = np.broadcast_to(0.25 + 0.75 * grey, sample.picture.shape)
+    strength = STRONGEST * np.clip(np.abs(large) / top, 0, 1)[..., None]
+    mixed = (1 - strength) * ground + strength * scale(limits(large))[..., :3]
+
+    longest = max(high, wide)
+    w, h = PANEL_IN * wide / longest, PANEL_IN * high / longest
+    lines = [*caption, sample_words(sample)]
+    width = 2 * MARGIN_IN + 3 * w + 2 * GAP_IN
+    width = max(width, 2 * FILLED_IN)
+    left = (width - 3 * w - 2 * GAP_IN) / 2
+    head, foot = MARGIN_IN + 3.2 * LINE_IN, MARGIN_IN + LINE_IN * (len(lines) + 3.6)
+    page = _Page(width, head + h + foot)
+    with themed(THEMES["light"]):
+        figure = page.begin(needed_for="a picture of a map")
+        page.text(MARGIN_IN, MARGIN_IN + 0.5 * LINE_IN, title, size_pt=TITLE_PT, bold=True)
+        heads = ("input", "map", "map on input")
+        pictures = (sample.picture, None, mixed)
+        for i, (words, picture) in enumerate(zip(heads, pictures, strict=True)):
+            x = left + i * (w + GAP_IN)
+            page.text(x, head - 0.45 * LINE_IN, words, size_pt=TEXT_PT, color=QUIET)
+            axes = page.axes(x, head, w, h)
+            if picture is None:
+                axes.imshow(values, cmap=scale, norm=limits, interpolation="nearest", aspect="auto")
+            else:
+                axes.imshow(picture, interpolation="nearest", aspect="auto")
+        bar = page.axes(left + w + GAP_IN, head + h + 0.55 * LINE_IN, w, 0.09, frame=False)
+        colors = figure.colorbar(ScalarMappable(limits, scale), cax=bar, orientation="horizontal")
+        colors.outline.set_visible(False)
+        ticks = [-top, 0.0, top] if is_signed else [0.0, top / 2, top]
+        said = [_figure(tick) for tick in ticks]
+        if size.max() > top:
+            said[-1] = f"\N{GREATER-THAN OR EQUAL TO} {said[-1]}"
+            said[0] = f"\N{LESS-THAN OR EQUAL TO} {said[0]}" if is_signed else said[0]
+        colors.set_ticks(ticks, labels=said)
+        bar.tick_params(labelsize=SMALL_PT, length=2, pad=1.5, labelcolor=QUIET, color=QUIET)
+        first, _, last = bar.get_xticklabels()
+        first.set_horizontalalignment("left")
+        last.set_horizontalalignment("right")
+        y = head + h + 2.75 * LINE_IN
+        page.text(left + w + GAP_IN, y, measured, size_pt=SMALL_PT, color=QUIET)
+        if is_signed:
+            page.text(
+                left + 2 * (w + GAP_IN),
+                y,
+                "orange: for the class, purple: against it",
+                size_pt=SMALL_PT,
+            )
+        for i, line in enumerate(lines):
+            page.text(
+                MARGIN_IN,
+                head + h + LINE_IN * (4.4 + i),
+                line,
+                size_pt=TEXT_PT,
+                bold=i == 0,
+                color=QUIET if i == len(lines) - 1 else None,
+            )
+    return figure
+
+
+def sample_words(sample: Sample) -> str:
+    """What a sample is called in a picture."""
+    return f"row {sample.row}" + (f", {sample.id}" if sample.id != str(sample.row) else "")
+
+
+def _figure(number: float) -> str:
+    return f"{number:.3g}".replace("-", "\N{MINUS SIGN}")
+
+
+# --------------------------------------------------------------------------- feature maps
+
+
+def layer_sheet(samples: Sequence[Sample], column: Column, *, title: str) -> "Figure":
+    """Maps of a layer: a line a sample, a column a map.
+
+    Args:
+        samples: What entered.
+        column: The maps.
+        title: Of model and data.
+    """
+    k = len(column.channels)
+    words = f"{column.layer}, {k} of {number_of(column.width, 'map', 'maps')} of {column.words}"
+    page = _sheet_page(across=k + 1, down=len(samples), heading=0)
+    with themed(THEMES["light"]):
+        page.begin(needed_for="a picture of feature maps")
+        _heading(page, words, title)
+        for line, sample in enumerate(samples):
+            _tile(page, 0, line, sample.picture, sample_words(sample), heading=0)
+            for i, channel in enumerate(column.channels):
+                _map_tile(page, i + 1, line, column.maps[line][i], channel, heading=0)
+    assert page.figure is not None
+    return page.figure
+
+
+def depth_sheet(sample: Sample, columns: Sequence[Column], number: int, *, title: str) -> "Figure":
+    """Maps of a sample through the depth of a network: a column a layer.
+
+    Args:
+        sample: What entered.
+        columns: The layers, in order.
+        number: Which of their samples it is.
+        title: Of model and data.
+    """
+    down = max(len(column.channels) for column in columns)
+    page = _sheet_page(across=len(columns) + 1, down=down, heading=2)
+    with themed(THEMES["light"]):
+        page.begin(needed_for="a picture of feature maps")
+        _heading(page, f"{sample_words(sample)}, layer by layer", title)
+        _tile(page, 0, 0, sample.picture, "input", heading=2)
+        for i, column in enumerate(columns, start=1):
+            x, y = _place(i, 0, heading=2)
+            page.text(
+                x, y - 1.25 * LINE_IN, column.layer, size_pt=SMALL_PT, bold=True, wide=TILE_IN
+            )
+            grid = f"{column.width} of {column.words}"
+            page.text(x, y - 0.45 * LINE_IN, grid, size_pt=SMALL_PT - 1, color=QUIET, wide=TILE_IN)
+            for line, channel in enumerate(column.channels):
+                _map_tile(page, i, line, column.maps[number][line], channel, heading=2)
+    assert page.figure is not None
+    return page.figure
+
+
+def _sheet_page(*, across: int, down: int, heading: int) -> "_Page":
+    x, y = _place(across, down, heading=heading)
+    return _Page(max(x - GAP_IN + MARGIN_IN, 2 * FILLED_IN), y + MARGIN_IN - 0.3 * LINE_IN)
+
+
+def _place(column: int, line: int, *, heading: int) -> tuple[float, float]:
+    """The upper left corner of a tile, in inches; the first column is set apart."""
+    x = MARGIN_IN + column * (TILE_IN + GAP_IN) + (GAP_IN if column else 0)
+    top = MARGIN_IN + (2.9 + heading) * LINE_IN
+    return x, top + line * (TILE_IN + 1.6 * LINE_IN)
+
+
+def _heading(page: "_Page", words: str, title: str) -> None:
+    page.text(MARGIN_IN, MARGIN_IN + 0.5 * LINE_IN, words, size_pt=TITLE_PT, bold=True)
+    about = f"{title}; each map from dark to light on its own scale"
+    page.text(MARGIN_IN, MARGIN_IN + 1.9 * LINE_IN, about, size_pt=TEXT_PT, color=QUIET)
+
+
+def _map_tile(
+    page: "_Page", column: int, line: int, values: Array, channel: int, *, heading: int
+) -> None:
+    finite = values[np.isfinite(values)]
+    said = f"{_figure(finite.min())} to {_figure(finite.max())}" if finite.size else "not finite"
+    _tile(page, column, line, values, f"ch {channel}: {said}", heading=heading)
+
+
+def _tile(
+    page: "_Page", column: int, line: int, picture: Array, words: str, *, heading: int
+) -> None:
+    high, wide = picture.shape[:2]
+    w, h = TILE_IN * wide / max(high, wide), TILE_IN * high / max(high, wide)
+    x, y = _place(column, line, heading=heading)
+    axes = page.axes(x, y + (TILE_IN - h) / 2, w, h)
+    if picture.ndim == 2:
+        low, high_value = _range(picture)
+        options: dict[str, Any] = {"cmap": SCALE, "vmin": low, "vmax": high_value}
+        axes.imshow(picture, interpolation="nearest", aspect="auto", **options)
+    else:
+        axes.imshow(picture, interpolation="nearest", aspect="auto")
+    page.text(x, y + TILE_IN + 0.85 * LINE_IN, words, size_pt=SMALL_PT, wide=TILE_IN)
+
+
+class _Page:
+    """A figure on which things are put by inches from its upper left corner.
+
+    Args:
+        width: In inches.
+        height: In inches.
+    """
+
+    def __init__(self, width: float, height: float) -> None:
+        self.width, self.height = width, height
+        self.figure: Figure | None = None
+
+    def begin(self, *, needed_for: str) -> "Figure":
+        self.figure = new_figure((self.width, self.height), layout="none", needed_for=needed_for)
+        return self.figure
+
+    def axes(self, x: float, y: float, w: float, h: float, *, frame: bool = True) -> "Axes":
+        assert self.figure is not None
+        place = (
+            x / self.width,
+            1 - (y + h) / self.height,
+            w / self.width,
+            h / self.height,
+        )
+        axes = self.figure.add_axes(place)
+        if frame:
+            axes.set_xticks([])
+            axes.set_yticks([])
+            for spine in axes.spines.values():
+                spine.set_linewidth(0.4)
+                spine.set_edgecolor("#c9c9c9")
+        return axes
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size_pt: float,
+        bold: bool = False,
+        color: str | None = None,
+        wide: float | None = None,
+    ) -> None:
+        """One line with its base at y, cut to the width that there is."""
+        assert self.figure is not None
+        room = self.width - MARGIN_IN - x if wide is None else wide
+        # A letter is 0.6 of its size wide in the mean, in bold some more.
+        most = math.floor(room / (size_pt * PT_IN * (0.64 if bold else 0.56)))
+        self.figure.text(
+            x / self.width,
+            1 - y / self.height,
+            as_label(words, most=max(most, 8)),
+            fontsize=size_pt,
+            fontweight="bold" if bold else "normal",
+            color=color or "black",
+            va="baseline",
+        )
