@@ -415,7 +415,7 @@ class Pictures(Net):
     ("model", "options", "words"),
     [
         (NoGradient, {}, "no gradient has reached|ran without gradients|under torch.no_grad"),
-        (Aside, {}, "depends on none of the layers .*they come after it"),
+        (Aside, {}, "no gradient has reached conv; .*choose a layer that leads"),
         (
             Aside,
             {"layers": ["conv:grad", "head:grad"], "pooling": "flatten"},
@@ -425,7 +425,11 @@ class Pictures(Net):
         (Net, {"objective": 3}, "objective=3 is out of range: net has scores of 3 classes"),
         (Net, {"objective": -1}, "objective=-1 is out of range"),
         (Net, {"objective": "loss"}, "objective=loss takes labels, and .* has none"),
-        (Net, {"objective": "loss", "labels": [*range(11)]}, "they go up to 10 where net has"),
+        (
+            Net,
+            {"objective": "loss", "labels": [*range(11)]},
+            "numbers up to 10, and net has scores of 3",
+        ),
         (Net, {"objective": "lost"}, "objective must be one of predicted, loss or a whole number"),
         (Net, {"objective": 1, "layers": "conv"}, "objective=1 has no use without a gradient"),
         (

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import embedx
+from embedx.ablations import Seen, as_ablations
 from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
 from tests.test_gradients import InPlace, Net, X, Y, near, net, weighted
 from tests.test_hooks import n_hooks
@@ -127,7 +128,7 @@ def test_a_layer_that_backward_runs_again_is_changed_again() -> None:
         ({"nothing": zero(0)}, "has no layer 'nothing'"),
         ({"conv2": lambda v: None}, "gives a NoneType in place of a tensor of shape"),
         ({"conv2": lambda v: v[:, 1:]}, r"gives a tensor of shape \(11, 5, 4, 4\) in place of"),
-        ({"conv2@1": zero(0)}, "conv2@1 did not fire, so nothing was changed there"),
+        ({"conv2@1": zero(0)}, "nothing was changed at conv2@1: it did not fire"),
         ({"head:badge": zero(0)}, "nothing flows through it"),
         ({"conv2": 3}, "changes must be"),
     ],
@@ -207,13 +208,12 @@ T = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(2, 3, 4)
     ],
 )  # fmt: skip
 def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) -> None:
-    model = nn.Sequential(nn.Identity())
-    from embedx.ablations import as_ablations, changes
-
+    (ablation,) = as_ablations([{"at": "0", **said}])
     before = value.clone()
-    with embedx.intervene(model, changes(as_ablations([{"at": "0", **said}]))):
-        assert torch.equal(model(value), wanted)
+    assert torch.equal(ablation.changed(value, Seen(n=len(value))), wanted)
     assert torch.equal(value, before)
+    with pytest.raises(ShapeError, match="its first axis is not that of the samples"):
+        ablation.changed(value, Seen(n=len(value) + 1))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) 
         ),
         ([{"at": "head", "units": 1, "by": "mean"}], ShapeError, "by=mean averages over places"),
         ([{"at": "nothing", "channels": 1}], LayerError, "has no layer 'nothing'"),
-        ([{"at": "relu@2", "channels": 1}], LayerError, "relu@2 did not fire"),
+        ([{"at": "relu@2", "channels": 1}], LayerError, "nothing was changed at relu@2"),
     ],
 )
 def test_wrong_ablations(ablate: Any, error: type[EmbedxError], words: str, tmp_path: Path) -> None:
