@@ -1,6 +1,7 @@
 """What of a layer to silence or change, said in settings, as functions of its tensor."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor
 
 from embedx.checks import check_arguments
-from embedx.errors import ConfigError, LayerError, ShapeError
+from embedx.errors import ConfigError, LayerError, ShapeError, listed
 from embedx.pooling import may_be_channels_last, mean_token
+
+log = logging.getLogger("embedx")
 
 _AXES = ("channels", "units", "tokens")
 
@@ -23,12 +26,14 @@ class Seen:
         mask: Shape ``(n, t)``, which tokens are none of padding; None where all are.
         picture: Height and width of what entered; None where it is no picture.
         is_plain: Whether nothing is changed, to see what the hooks alone do.
+        told: Of which ablations it was said what they do.
     """
 
     n: int = 0
     mask: Tensor | None = None
     picture: tuple[int, int] | None = None
     is_plain: bool = False
+    told: list["Ablation"] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,13 @@ class Ablation:
                 "axis is not that of the samples; change it from Python, with embedx.intervene"
             )
         axis = self._axis(name, value, seen)
+        if self not in seen.told:
+            seen.told.append(self)
+            shape = ", ".join(map(str, value.shape[1:]))
+            log.info(
+                "ablate: %s gives (n, %s), of which %s %s are along axis %s",
+                *(self.at, shape, name, listed(list(map(str, numbers))), axis),
+            )
         size = value.shape[axis]
         has_mask = seen.mask is not None and seen.mask.shape == value.shape[:2]
         if name == "tokens" and has_mask:  # of texts that are shorter there is nothing to change

@@ -250,6 +250,35 @@ class _FastPathsOff:
 _FAST_PATHS_OFF = _FastPathsOff()
 
 
+class _CompiledOff:
+    """What was compiled runs as it is written while anything is changed in it.
+
+    It would know nothing of the change, or if it was compiled meanwhile, go on with it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0 and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_COMPILED_OFF = _CompiledOff()
+
+
 @dataclasses.dataclass
 class _Entry:
     """A call of a layer that has not ended yet.
@@ -515,7 +544,8 @@ class Capture(Mapping[str, Tensor]):
             latest = self._own()
             entry = _Entry.of(latest.calls[layer], args, kwargs)
             latest.calls[layer] += 1
-            latest.entries.setdefault(layer, []).append(entry)
+            if len(handles) > 1:
+                latest.entries.setdefault(layer, []).append(entry)
             changed = None
             for point in inputs:
                 if point.call not in (None, entry.number):
@@ -570,7 +600,7 @@ class Capture(Mapping[str, Tensor]):
         # Other hooks may change what the layer takes in or gives out: ours sees the final value.
         handles.append(module.register_forward_pre_hook(_as_written(before), with_kwargs=True))
         yield handles[0]
-        if outputs:
+        if outputs or any(point.is_gradient for point in inputs):
             handles.append(module.register_forward_hook(_as_written(after)))
             yield handles[1]
 
@@ -757,10 +787,15 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class _Hook:
-    """A function that a copy of the model has as well, and that no pickle of it can hold."""
+    """A function that a copy of the model has as well, and that no pickle of it can hold.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Attributes:
+        decides: What of it decides the numbers of a pass; None of one that only looks.
+    """
+
+    def __init__(self, function: Callable[..., Any], decides: Any = None) -> None:
         self._function = function
+        self.decides = decides
 
     def __call__(self, *given: Any) -> Any:
         return self._function(*given)
@@ -779,11 +814,13 @@ class _Change(_Hook):
     """One that changes what enters or leaves a layer: a capture looks after it."""
 
 
-def _as_written(function: Callable[..., Any], kind: type[_Hook] = _Hook) -> Callable[..., Any]:
+def _as_written(
+    function: Callable[..., Any], kind: type[_Hook] = _Hook, decides: Any = None
+) -> Callable[..., Any]:
     """A hook that torch does not compile, if it compiles; it would do so anew for every point."""
     if "torch._dynamo" in sys.modules:
         function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return kind(function)
+    return kind(function, decides)
 
 
 def _is_last(handle: Any) -> bool:
@@ -1015,6 +1052,7 @@ class Intervention:
         modules = dict(module.named_modules())
         with contextlib.ExitStack() as stack:
             stack.enter_context(_FAST_PATHS_OFF)
+            stack.enter_context(_COMPILED_OFF)
             begin = _as_written(self._begin_pass, _Change)
             stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
             end = _as_written(self._end_pass, _Change)
@@ -1091,6 +1129,11 @@ class Intervention:
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if called is not module:  # a copy of the model
                 return None
+            if torch.compiler.is_compiling():
+                raise LayerError(
+                    f"{layer} is being compiled while it is changed, and what is compiled would "
+                    "keep the change; run the model once before, or do not compile it"
+                )
             calls = self._calls.get(threading.get_ident())
             number = None if calls is None else calls[layer]
             if calls is not None:
@@ -1113,8 +1156,9 @@ class Intervention:
                     output = _with_part(output, point.path, changed)
             return output
 
-        yield module.register_forward_pre_hook(_as_written(before, _Change), with_kwargs=True)
-        handle = module.register_forward_hook(_as_written(after, _Change))
+        ours = {point.name: list(self._changes[point]) for point in points}
+        yield module.register_forward_pre_hook(_as_written(before, _Change, ours), with_kwargs=True)
+        handle = module.register_forward_hook(_as_written(after, _Change, ours))
         # Before those of others, such as hooks of the model's own that collect what layers give,
         # and after the changes that were there.
         hooks: Any = handle.hooks_dict_ref()
