@@ -977,7 +977,7 @@ def _caption(
     lines = [f"class {target}{name}{how}"]
     score, share = columns["scores"][place], columns["shares"][place]
     lines.append(
-        f"score {score:.3g}, softmax {share:.2f}" if score != share else f"score {score:.2f}"
+        f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
     )
     if samples.labels is not None and samples.labels[place] >= 0:
         label = int(samples.labels[place])
