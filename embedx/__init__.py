@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from embedx.extract import extract as extract
     from embedx.hooks import capture as capture
     from embedx.hooks import intervene as intervene
+    from embedx.layers import layers as layers
     from embedx.project import project as project
     from embedx.record import join as join
     from embedx.record import record as record
@@ -37,6 +38,7 @@ _PUBLIC = {
     "extract": "extract",
     "intervene": "hooks",
     "join": "record",
+    "layers": "layers",
     "open": "store",
     "project": "project",
     "record": "record",
@@ -56,6 +58,7 @@ __all__ = [
     "extract",
     "intervene",
     "join",
+    "layers",
     "open",
     "project",
     "record",

@@ -31,6 +31,7 @@ from embedx.errors import ConfigError, DataError, listed, nearest
 Layout = Literal["nhw", "nhwc", "nchw", "tensor"]
 CHANNELS = (1, 3, 4)
 _BLOCK_BYTES = 2**24
+_ROWS_BYTES = 2**18
 _OF_TYPE = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0), "bool": (0.0, 1.0)}
 
 
@@ -234,18 +235,34 @@ def _range(found: ArrayFile, given: Sequence[float] | None) -> tuple[float, floa
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _RowReader:
-    """Row i of an array, if its file is as it was when it was listed."""
+    """Row i of an array, if its file is as it was when it was listed.
+
+    Small rows are read some at a time, and the file is looked at after each reading.
+    """
 
     items: ArrayFile
     stamp: tuple[int, int]
+    _held: tuple[int, Array] = (0, np.empty(0))  # the first row, and the rows
+
+    def __post_init__(self) -> None:
+        row_bytes = math.prod(self.items.shape[1:]) * self.items.dtype.itemsize
+        self._step = max(1, _ROWS_BYTES // max(1, row_bytes))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_held": (0, np.empty(0))}
 
     def __call__(self, i: int) -> Array:
-        try:
-            return np.asarray(self.items[i : i + 1][0])
-        finally:
-            require_unchanged(stamp_of(os.stat(self.items.path)) == self.stamp)
+        first, rows = self._held
+        if not first <= i < first + len(rows):
+            first = i - i % self._step
+            try:
+                rows = self.items[first : first + self._step]
+            finally:
+                require_unchanged(stamp_of(os.stat(self.items.path)) == self.stamp)
+            self._held = first, rows
+        return np.asarray(rows[i - first])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,6 @@ from embedx.errors import (
 )
 
 if TYPE_CHECKING:
-    from embedx.models import Model
     from embedx.store import Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -66,7 +65,7 @@ STAGES = {
     "explain": "draw feature maps, and what in a picture the score of a class hangs on",
     "neighbors": "find the nearest rows, duplicates, outliers and doubtful labels",
     "compare": "rank several runs in one table, and draw their maps side by side",
-    "layers": "list the layers of a model",
+    "layers": "list the layers of a model: shapes, parameters, FLOPs, time",
     "info": "say what is in a file, and check it",
 }
 NOTE_LINES = 12
@@ -1113,59 +1112,31 @@ def _stage_run(values: dict[str, Any]) -> None:
     run(values, **own)
 
 
-def layers(model: "Model", *, depth: int | None) -> None:
-    """List the layers of a model, what they give for one picture or text, and their parameters.
-
-    Args:
-        model: The model; ``model.input_size`` is the side in px of the example.
-        depth: Show names of at most so many parts, the rest folded into them; null for all.
-
-    Raises:
-        ConfigError: ``depth`` is less than 1.
-        ModelError: The model fails on a picture of that size.
-    """
-    import torch
-
-    from embedx.hooks import layer_table
-
-    if depth is not None and depth < 1:
-        raise ConfigError(f"depth must be at least 1, not {depth}")
-    side = model.preprocess.crop_px if model.preprocess else 224
-    example: Any = torch.zeros(1, 3, side, side)
-    if model.tokenizer is not None:
-        example = model.tokenizer.pad(model.tokenizer.encode(["an example"])[0])
-    table = layer_table(model.module, example, penultimate=model.layer, title=model.name)
-    rows = [("layer", "type", "output shape", "parameters", "calls", "")]
-    for layer in table:
-        if not layer.name or (depth is not None and layer.name.count(".") >= depth):
-            continue
-        n = layer.n_parameters
-        if depth is not None and layer.name.count(".") == depth - 1:  # what is folded into it
-            n += sum(r.n_parameters for r in table if r.name.startswith(f"{layer.name}."))
-        mark = f"<- penultimate, {layer.penultimate}" if layer.penultimate else ""
-        shown = f"{n:,}" if n else "-"
-        rows.append((layer.name, layer.kind, layer.output_shape, shown, str(layer.calls), mark))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        aligned = [
-            cell.rjust(width) if i in (3, 4) else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row[:5], widths, strict=True))
-        ]
-        log.info("%s", "  ".join([*aligned, row[5]]).rstrip())
-    total = sum(layer.n_parameters for layer in table)
-    log.info("%s: %s layers, %s parameters", model.name, len(table) - 1, f"{total:,}")
-
-
 def _stage_layers(values: dict[str, Any]) -> None:
+    from embedx.layers import layers
+    from embedx.models import without_values
+
     node = values.pop("model")
     check_arguments(layers, values, positional=1)
     build = _node(node, "model")
     # Names and shapes need no weights of ours; a key of the user's own may mean anything.
     is_ours = _is_ours(_locate(node["_target_"], "model"))
-    if is_ours and "weights" in node and node.get("checkpoint") is None:
+    is_empty = is_ours and "weights" in node and node.get("checkpoint") is None
+    if is_empty:
         build = _node({**node, "weights": None}, "model")
-    model = build()
-    layers(model, **values)
+    data = values["format"] if values["out"] is None and values["format"] != "tree" else None
+    # A pipe takes the data alone.
+    with contextlib.nullcontext() if data is None else contextlib.redirect_stdout(sys.stderr):
+        with without_values() if is_empty else contextlib.nullcontext():
+            model = build()
+        table = layers(model, **values)
+    if data is not None:
+        sys.stdout.buffer.write(table.as_bytes(data))
+        sys.stdout.flush()
+        return
+    if values["out"] is None:
+        for line in table.lines():
+            log.info("%s", line)
     typed = [word for word in _typed() if word.lstrip("+").startswith("model")]
     layer = model.layer or "penultimate"
     _next(shlex.join(["extract", *_config_dir_words(), *typed, f"layers=[{layer}]"]))

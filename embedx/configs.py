@@ -269,7 +269,7 @@ NAME_KEY = (
     "the run is kept in outputs/NAME; <model>-<data> where not given, plus a hash of the "
     "settings that are not the default"
 )
-_OF_CLI = frozenset(["layers", "info", "run"])
+_OF_CLI = frozenset(["info", "run"])
 
 
 def function_of(stage: str) -> tuple[str, str]:

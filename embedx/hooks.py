@@ -1070,12 +1070,65 @@ def frozen(module: nn.Module) -> Iterator[None]:
             one.requires_grad_()
 
 
-def run_model(module: nn.Module, inputs: Tensor | Mapping[str, Tensor], *, title: str) -> Any:
+@contextlib.contextmanager
+def watched(
+    module: nn.Module,
+    *,
+    entered: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None,
+    left: Callable[[str, Any], None],
+) -> Iterator[None]:
+    """Be told of every call of every module, the model itself included, that this thread makes.
+
+    Calls nest, those of a module within itself too: each that was entered is left, also where it
+    raised and the model went on from that. Fused attention, which skips modules, is off, and what
+    torch compiled runs as it is written.
+
+    Args:
+        module: The model; its hooks are as they were after the block.
+        entered: Takes the name of the module, and what it is called with by position and by name.
+        left: Takes the name, and what the module gave; None where it raised.
+
+    Raises:
+        LayerError: A module takes no hooks.
+    """
+    _require_hookable(module)
+    thread = threading.get_ident()
+
+    def register(name: str, child: nn.Module) -> Iterator[Any]:
+        def is_ours(called: nn.Module) -> bool:  # and not that of a copy, which has our hooks too
+            return called is child and threading.get_ident() == thread
+
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if entered is not None and is_ours(called):
+                entered(name, args, kwargs)
+
+        def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+            if is_ours(called):
+                left(name, output)
+
+        # The first, so that no other hook raises before it, and the last, which comes in any case.
+        yield child.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True)
+        yield child.register_forward_hook(_Hook(after), always_call=True)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_FAST_PATHS_OFF)
+        if "torch._dynamo" in sys.modules:  # what is compiled would call no hooks, or compile them
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, child in module.named_modules():
+            for handle in register(name, child):
+                stack.callback(handle.remove)
+        yield
+
+
+Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+
+
+def run_model(module: nn.Module, inputs: Inputs, *, title: str) -> Any:
     """One forward pass; whatever the model raises becomes one line.
 
     Args:
         module: The model.
-        inputs: What goes in, as the one argument or by the names of several.
+        inputs: What goes in, as the one argument, or several in their order or by their names.
         title: What the user calls the model.
 
     Returns:
@@ -1085,17 +1138,19 @@ def run_model(module: nn.Module, inputs: Tensor | Mapping[str, Tensor], *, title
         ModelError: The model raised; the cause is attached.
     """
     try:
-        return module(**inputs) if isinstance(inputs, Mapping) else module(inputs)
+        if isinstance(inputs, Mapping):
+            return module(**inputs)
+        return module(inputs) if isinstance(inputs, Tensor) else module(*inputs)
     except _Stop:
         return None
     except EmbedxError:
         raise
     except Exception as error:
-        shapes = (
-            ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
-            if isinstance(inputs, Mapping)
-            else str(tuple(inputs.shape))
-        )
+        if isinstance(inputs, Mapping):
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+        else:
+            several = [inputs] if isinstance(inputs, Tensor) else inputs
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in several)
         raise ModelError(
             f"{title} failed on a batch of shape {shapes}: {type(error).__name__}: "
             f"{first_line(error)}"
@@ -1150,7 +1205,7 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
             (child, name, buffer, buffer.detach().clone())
             for child in module.modules()
             for name, buffer in child._buffers.items()
-            if buffer is not None
+            if buffer is not None and not nn.parameter.is_lazy(buffer)
         ]
         parameters = [
             (name, parameter, _sums(parameter))
@@ -1244,20 +1299,12 @@ def find_output(
     """
     given: list[tuple[str, Tensor]] = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                given.append((name, output))
+    def left(name: str, output: Any) -> None:
+        if name and isinstance(output, Tensor):
+            given.append((name, output))
 
-        return after
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_FAST_PATHS_OFF)
-        for name, child in module.named_modules():
-            if name:
-                stack.callback(child.register_forward_hook(watch(name)).remove)
-        with undisturbed(module), torch.no_grad():
-            wanted = part(run_model(module, inputs, title=title))
+    with watched(module, left=left), undisturbed(module), torch.no_grad():
+        wanted = part(run_model(module, inputs, title=title))
     for name, tensor in reversed(given):
         if tensor is wanted:
             return Point(name)
@@ -1265,113 +1312,3 @@ def find_output(
         f"no layer of {title} gives what the model gives; name the one that is meant: "
         "model.layer=NAME, see: python -m embedx layers"
     )
-
-
-@contextlib.contextmanager
-def watching(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
-    """Note what each module gives, call by call, while the model runs within the block.
-
-    Yields:
-        Name and output, in the order in which they come. The outputs are no copies: a layer that
-        works in place may have changed one.
-    """
-    fired: list[tuple[str, Any]] = []
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            fired.append((name, output))
-
-        return after
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_FAST_PATHS_OFF)
-        for name, child in module.named_modules():
-            stack.callback(child.register_forward_hook(watch(name)).remove)
-        yield fired
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One row of the table of layers.
-
-    Attributes:
-        name: Dotted name.
-        kind: Class of the module.
-        output_shape: Shape of what it gives out in the example pass, ``""`` if not a tensor.
-        n_parameters: Parameters of its own, each shared one counted where it first appears.
-        calls: How often it ran in the pass.
-        penultimate: The point that ``layers=penultimate`` captures, if it is of this layer, or "".
-    """
-
-    name: str
-    kind: str
-    output_shape: str
-    n_parameters: int
-    calls: int
-    penultimate: str
-
-
-def layer_table(
-    module: nn.Module,
-    example: Tensor | Mapping[str, Tensor],
-    *,
-    penultimate: str | None = None,
-    title: str = "the model",
-) -> list[Layer]:
-    """Every module of a model with what one example pass shows of it.
-
-    Args:
-        module: The model; it is left exactly as it was.
-        example: Input of one pass, or several by the names of the model's arguments.
-        penultimate: The point marked as such; found where it is not given.
-        title: What the user calls the model, for the message.
-
-    Raises:
-        LayerError: ``penultimate`` is no layer of the model.
-        ModelError: The pass failed.
-
-    Returns:
-        One row a module in registration order; ``n_parameters`` sums to that of ``parameters()``.
-    """
-    marked = None
-    if penultimate:
-        (marked,) = resolve_points(module, "penultimate", penultimate=penultimate, title=title)
-    else:
-        with contextlib.suppress(LayerError):
-            marked = find_penultimate(module)
-    calls: Counter[str] = Counter()
-    shapes: dict[str, str] = {}
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            calls[name] += 1
-            shapes[name] = (
-                "x".join(map(str, output.shape))
-                if isinstance(output, Tensor)
-                else type(output).__name__
-            )
-
-        return after
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_FAST_PATHS_OFF)
-        for name, child in module.named_modules():
-            stack.callback(child.register_forward_hook(watch(name)).remove)
-        with undisturbed(module), torch.inference_mode():
-            run_model(module, example, title=title)
-    rows: list[Layer] = []
-    counted: set[int] = set()
-    for name, child in module.named_modules():
-        own = {id(p): p.numel() for p in child.parameters(recurse=False) if id(p) not in counted}
-        counted |= own.keys()
-        rows.append(
-            Layer(
-                name=name,
-                kind=type(child).__name__,
-                output_shape=shapes.get(name, ""),
-                n_parameters=sum(own.values()),
-                calls=calls[name],
-                penultimate=marked.name if marked is not None and name == marked.layer else "",
-            )
-        )
-    return rows

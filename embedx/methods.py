@@ -18,9 +18,9 @@ import numpy as np
 
 from embedx.align import procrustes
 from embedx.errors import ConfigError, DataError, short
+from embedx.forces import attraction, repulsion
 from embedx.matrix import BLOCK_ROWS, Array, Matrix
 from embedx.neighbors import Graph, Metric, nearest_neighbors, nearest_rows
-from embedx.repulsion import repulsion
 from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., "Result"])
 # The covariance of so many features, in float64, takes 2 GB.
 WIDEST = 16_384
 # Raised when the maps of a method change under the same settings; part of a map's id.
-REVISIONS = {"tsne": 2}
+REVISIONS = {"tsne": 3}
 # Of openTSNE's placing: few neighbours, a small step, for the map itself does not move.
 PLACING_PERPLEXITY = 5.0
 PLACING_ITERATIONS = 250
@@ -509,9 +509,11 @@ def _gradient_on_grid(
     n_jobs: int = 1,
     **options: Any,
 ) -> tuple[float, Array]:
-    """Divergence and gradient of a flat map, as openTSNE takes them: its attraction, our repulsion.
+    """Divergence and gradient of a flat map, as openTSNE takes them.
 
-    A map whose points were flung too far apart for a grid is summed by openTSNE's tree.
+    What it wants to know the divergence for is summed by its own attraction, and so is that of few
+    points, which is done before ours is compiled. A map whose points were flung too far apart for a
+    grid is summed by openTSNE's tree.
     """
     from openTSNE import _tsne
     from openTSNE.tsne import kl_divergence_bh
@@ -526,6 +528,8 @@ def _gradient_on_grid(
         )
         return made
     gradient, total = np.ascontiguousarray(-repelled[0], np.float64), repelled[1]
+    if fixed is None and dof == 1 and _is_large(len(points)) and not should_eval_error:
+        return 0.0, gradient + attraction(P, points, n_jobs=n_jobs)
     others = points if fixed is None else fixed
     sum_p, divergence = _tsne.estimate_positive_gradient_nn(
         P.indices, P.indptr, P.data, points, others, gradient, num_threads=n_jobs, **given

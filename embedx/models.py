@@ -7,11 +7,13 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from embedx import downloads, hf_models, hooks, timm_models
 from embedx.checkpoints import Checkpoint, load_checkpoint, load_weights, without_prefix
@@ -37,6 +39,7 @@ __all__ = [
     "own",
     "timm",
     "torchvision",
+    "without_values",
 ]
 
 
@@ -160,6 +163,34 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
+class _NoDraws(TorchFunctionMode):
+    """Zeros take the place of what is drawn at random."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.uniform_, Tensor.normal_):
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Random weights of networks that are built within are zeros, and have no hash.
+
+    To draw and to hash them takes a second, and who looks at layers and shapes has no use for them.
+    """
+    before = _HAS_VALUES.set(False)
+    try:
+        with _NoDraws():
+            yield
+    finally:
+        _HAS_VALUES.reset(before)
+
+
+_HAS_VALUES: ContextVar[bool] = ContextVar("has_values", default=True)
+
+
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**63:
         raise ConfigError(f"model.seed must be 0 to 2**63 - 1, not {seed}")
@@ -213,7 +244,7 @@ def _finish(
     return Model(
         module=module.eval(),
         weights=weights.words,
-        weights_sha256=weights.sha256 or state_sha256(module),
+        weights_sha256=weights.sha256 or (state_sha256(module) if _HAS_VALUES.get() else ""),
         code=code_sha256(module, arguments=arguments),
         license=weights.license,
         notes=notes,

@@ -418,7 +418,9 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
         ModelError: It fails.
     """
     picture = (inputs.shape[2], inputs.shape[3])
-    with hooks.watching(module) as fired, torch.no_grad():
+    fired: list[tuple[str, Any]] = []
+    note = hooks.watched(module, left=lambda name, output: fired.append((name, output)))
+    with note, torch.no_grad():
         hooks.run_model(module, inputs.clone(), title=title)
     return Network(
         grids.seen_in(module, fired, n=1, picture=picture),

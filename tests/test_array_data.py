@@ -76,8 +76,9 @@ def test_pictures_in_any_file_are_the_pixels_that_were_saved(tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_file_that_is_written_anew_fails_what_is_read_of_it_and_changes_the_fingerprint(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("embedx.array_data._ROWS_BYTES", PIXELS[:2].nbytes)  # so many at a time
     path = save(tmp_path / name, PIXELS)
     before = array(str(path))
     np.testing.assert_array_equal(np.asarray(before.read(4)), PIXELS[4])
@@ -87,7 +88,11 @@ def test_a_file_that_is_written_anew_fails_what_is_read_of_it_and_changes_the_fi
     save(path, other)
     assert array(str(path)).fingerprint != before.fingerprint
     with pytest.raises((DataError, StoreError), match="changed"):
-        before.read(5)
+        before.read(6)
+    with pytest.raises((DataError, StoreError), match="changed"):
+        before.read(0)
+    # Read together with row 4, before there was another one.
+    np.testing.assert_array_equal(np.asarray(before.read(5)), PIXELS[5])
     save(path, PIXELS)
     os.utime(path, ns=(about.st_mtime_ns, about.st_mtime_ns))
     if path.stat().st_size == about.st_size:

@@ -306,9 +306,17 @@ MISTAKES = {
         1,
         r"ConfigError: there is no projection 'pcaa'; the nearest are pca.*",
     ),
-    "layers model=mobilenet_v3_small model.weights=null depth=0": (
+    "layers model=mobilenet_v3_small model.weights=null depth=-1": (
         1,
-        r"ConfigError: depth must be at least 1, not 0",
+        r"ConfigError: depth must be 0 or more, not -1",
+    ),
+    "layers model=resnet19": (
+        1,
+        r"ConfigError: there is no model 'resnet19'; the nearest are resnet18, .*",
+    ),
+    "layers model=mobilenet_v3_small model.weights=null format=xml": (
+        1,
+        r"ConfigError: format must be one of tree, csv, json or null, not 'xml'.*",
     ),
 }
 
@@ -584,18 +592,12 @@ def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> Non
     status, out, err = embedx_here("layers", "model=mobilenet_v3_small", "model.weights=null")
     assert (status, err) == (0, [])
     table = [line.split() for line in out]
-    assert ["classifier.3", "Linear", "1x1000", "1,025,000", "1"] in table
-    assert [
-        "classifier.2",
-        "Dropout",
-        "1x1024",
-        "-",
-        "1",
-        "<-",
-        "penultimate,",
-        "classifier.2",
-    ] in table
-    assert "mobilenet_v3_small: 208 layers, 2,542,856 parameters" in out
+    (head,) = (row for row in table if row[0] == "classifier.3")
+    assert head[1:8] == ["Linear", "1x1024", "1x1000", "1,025,000", "4.10", "MB", "1.02"]
+    (marked,) = (row for row in table if "<-" in row)
+    assert marked[:4] == ["classifier.2", "Dropout", "1x1024", "1x1024"]
+    assert marked[-3:] == ["<-", "penultimate,", "classifier.2"]
+    assert out[-3].startswith("mobilenet_v3_small: 208 layers, 2,542,856 parameters (2,542,856 tr")
     assert out[-1] == (
         "next: python -m embedx extract model=mobilenet_v3_small model.weights=null "
         "'layers=[classifier.2]'"
@@ -603,7 +605,8 @@ def test_layers_are_listed_with_the_penultimate_marked(embedx_here: Here) -> Non
     status, folded, _ = embedx_here(
         "layers", "model=mobilenet_v3_small", "model.weights=null", "depth=1"
     )
-    assert ["classifier", "Sequential", "1x1000", "1,615,848", "1"] in [x.split() for x in folded]
+    (row,) = (line.split() for line in folded if line.startswith("  classifier"))
+    assert row[:5] == ["classifier", "Sequential", "1x576", "1x1000", "1,615,848"]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def test_the_maps_of_a_layer_are_those_of_a_reshape_by_hand(
 ) -> None:
     module = last_of(name, picture)
     x = torch.randn(2, 3, *picture)
-    with hooks.watching(module) as fired, torch.no_grad():
+    fired: list[tuple[str, object]] = []
+    note = hooks.watched(module, left=lambda name, output: fired.append((name, output)))
+    with note, torch.no_grad():
         module(x)
     with hooks.capture(module, layer) as got, torch.no_grad():
         module(x)
@@ -101,7 +103,9 @@ def test_what_is_no_tensor_of_floats_has_no_grid() -> None:
 
 def seen(name: str, picture: tuple[int, int]) -> list[grids.Seen]:
     module = last_of(name, picture)
-    with hooks.watching(module) as fired, torch.no_grad():
+    fired: list[tuple[str, object]] = []
+    note = hooks.watched(module, left=lambda name, output: fired.append((name, output)))
+    with note, torch.no_grad():
         module(torch.randn(1, 3, *picture))
     return grids.seen_in(module, fired, n=1, picture=picture)
 

@@ -299,36 +299,6 @@ def test_a_model_without_a_head_has_no_penultimate_layer() -> None:
         resolve_points(nn.Sequential(nn.ReLU()), "penultimate")
 
 
-def test_layer_table_counts_shared_parameters_once_and_leaves_the_model_as_it_was() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(3, 3)
-            self.b = nn.Linear(3, 3)
-            self.b.weight = self.a.weight
-            self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.drop(self.norm(self.b(self.a(x))))
-
-    model = Tied().train()
-    model.norm.eval()
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    modes = [child.training for child in model.modules()]
-    random = torch.get_rng_state()
-    table = hooks.layer_table(model, torch.randn(1, 3, generator=torch.Generator()))
-    assert sum(row.n_parameters for row in table) == sum(p.numel() for p in model.parameters())
-    assert {row.name: row.calls for row in table} == dict.fromkeys(
-        ["", "a", "b", "norm", "drop"], 1
-    )
-    assert [row.name for row in table if row.penultimate] == ["b"]
-    assert [child.training for child in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), random)
-    assert n_hooks(model) == 0
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, state[key])
-
-
 # --------------------------------------------------------------------------- models of the field
 
 NETWORKS = [

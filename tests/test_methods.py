@@ -460,7 +460,7 @@ def test_placing_by_tsne_equals_that_of_opentsne() -> None:
     import openTSNE
 
     x, _ = digits(500)
-    # By the same sums of the repulsion, which tests/test_repulsion.py holds to those of all pairs.
+    # By the same sums of the repulsion, which tests/test_forces.py holds to those of all pairs.
     gradient = methods._gradient_on_grid
     fit = openTSNE.TSNE(random_state=0, negative_gradient_method=gradient).fit(x[:400])
     place = place_of(tsne)

@@ -714,7 +714,7 @@ def test_texts_from_the_command_line_end_in_a_file_that_says_how_it_was_made(
     assert str(tmp_path) not in json.dumps(dict(run.attrs), default=str)
     status, out, _ = embedx_here("layers", "model=hf", f"model.name={folder}", "depth=1")
     assert status == 0
-    assert any(line.startswith("encoder ") for line in out)
+    assert any(line.startswith("  encoder ") for line in out)
     status, _, err = embedx_here("extract", "model=minilm", "data=digits", "data.limit=3")
     assert status == 1
     assert "takes texts" in err[-1]

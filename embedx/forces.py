@@ -1,4 +1,4 @@
-"""The repulsion of t-SNE in two dimensions, summed on a grid by fast Fourier transforms.
+"""The forces of t-SNE in two dimensions: attraction along the neighbour graph, repulsion on a grid.
 
 Every point of a t-SNE map repels every other. Both the repulsion and its normalization are
 convolutions of the points with smooth kernels, so that a grid can carry them: the points are spread
@@ -13,10 +13,15 @@ or less (``benchmarks/project.py tsne``):
   At half a unit between nodes that is nearer to the sum over all pairs than quadratic polynomials
   at a third (Linderman et al. 2019, Nature Methods 16:243);
 - single precision, whose 1e-6 is far below what the grid leaves out.
+
+The attraction is summed over the edges of the graph. In single precision that takes less than
+half of the time of openTSNE's: what it costs is to read the positions of the neighbours.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -63,6 +68,59 @@ def repulsion(
         return None
     read = grid.stencil(points) @ field
     return read[:, 1:] / read[:, :1], float(read[:, 0].sum(dtype=np.float64))
+
+
+def attraction(affinities: Any, points: Array, *, n_jobs: int = 1) -> Array:
+    """How the neighbours of each point of a map attract it: the positive part of the gradient.
+
+    The first call compiles for half a second.
+
+    Args:
+        affinities: Sparse rows ``(n, n)``, the probabilities ``p``.
+        points: Shape ``(n, 2)``.
+        n_jobs: Threads.
+
+    Returns:
+        For each point i the sum over j of ``p_ij q_ij (y_i - y_j)`` with ``q = 1 / (1 + d^2)``,
+        shape ``(n, 2)``.
+    """
+    n = len(points)
+    at = points.astype(np.float32)
+    made = np.empty((n, 2))
+    # Parts of as many edges; what is summed of a row does not hang on how many there are.
+    ends = np.searchsorted(affinities.indptr, np.linspace(0, affinities.nnz, n_jobs + 1)[1:-1])
+    bounds = [0, *ends.tolist(), n]
+    attract = _compiled_attraction()
+
+    def run(part: tuple[int, int]) -> None:
+        attract(affinities.indices, affinities.indptr, affinities.data, at, made, *part)
+
+    with concurrent.futures.ThreadPoolExecutor(n_jobs) as threads:
+        list(threads.map(run, itertools.pairwise(bounds)))
+    return made
+
+
+@functools.cache
+def _compiled_attraction() -> Any:
+    import numba
+
+    one = np.float32(1)
+
+    @numba.njit(nogil=True, fastmath=True)
+    def attract(
+        neighbors: Array, begins: Array, p: Array, y: Array, made: Array, first: int, end: int
+    ) -> None:
+        for i in range(first, end):
+            along = across = np.float32(0)
+            for edge in range(begins[i], begins[i + 1]):
+                j = neighbors[edge]
+                dx, dy = y[i, 0] - y[j, 0], y[i, 1] - y[j, 1]
+                pull = np.float32(p[edge]) / (one + dx * dx + dy * dy)
+                along += pull * dx
+                across += pull * dy
+            made[i, 0], made[i, 1] = along, across
+
+    return attract
 
 
 @dataclasses.dataclass(frozen=True)

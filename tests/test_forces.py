@@ -1,4 +1,4 @@
-"""The repulsion of t-SNE on a grid, and the gradient with it, against the sum over all pairs."""
+"""The forces of t-SNE, and its gradient, against the sum over all pairs."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from embedx import repulsion as module
+from embedx import forces as module
+from embedx import methods
+from embedx.forces import attraction, repulsion
 from embedx.methods import _gradient_on_grid
-from embedx.repulsion import repulsion
 
 
 def points(n: int, *, span: float) -> Any:
@@ -108,3 +109,36 @@ def test_a_map_flung_too_far_for_a_grid_is_summed_by_the_tree(
     _, attracted, repelled = over_all_pairs(new, p, to=to)
     gradient = _gradient_on_grid(new, p, reference_embedding=to, bh_params={"theta": 0.5})[1]
     assert away(attracted - gradient, repelled) < 0.1
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2, 7])
+@pytest.mark.parametrize("span", [1e-4, 1.0, 150.0])
+def test_attraction_is_that_of_all_pairs_and_the_same_bytes_on_any_number_of_threads(
+    span: float, n_jobs: int
+) -> None:
+    y, p = points(300, span=span), affinities(300, 300)
+    p.data[p.indptr[5] : p.indptr[6]] = 0
+    p.eliminate_zeros()  # a row without a neighbour
+    found = attraction(p, y, n_jobs=n_jobs)
+    assert away(found, over_all_pairs(y, p)[1]) < 1e-5
+    assert not found[5].any()
+    assert np.array_equal(found, attraction(p, y))
+
+
+def test_the_gradient_of_many_points_takes_the_compiled_attraction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    y, p = points(600, span=30.0), affinities(600, 600)
+    _, slow = _gradient_on_grid(y, p)
+    monkeypatch.setattr(methods, "_is_large", lambda n: n == 600)
+    called = []
+    monkeypatch.setattr(
+        methods, "attraction", lambda *a, **k: called.append(1) or attraction(*a, **k)
+    )
+    divergence, fast = _gradient_on_grid(y, p, n_jobs=2)
+    assert away(fast, slow) < 1e-5
+    assert (divergence, called) == (0, [1])
+    divergence, exact = _gradient_on_grid(y, p, should_eval_error=True)
+    assert divergence > 0
+    assert np.array_equal(exact, slow)
+    assert called == [1]
