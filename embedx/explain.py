@@ -589,17 +589,16 @@ def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
 
 
 def _require_some(samples: _Samples, plan: _Plan) -> None:
-    """Say which samples failed.
-
-    Raises:
-        DataError: All did.
-    """
+    """Raise DataError if all samples failed."""
     if len(samples.reasons) == len(plan.rows):
         place, reason = min(samples.reasons.items())
         raise DataError(
             f"every one of the {len(plan.rows):,} samples failed; the first, "
             f"{plan.source.ids[plan.rows[place]]}: {reason}"
         )
+
+
+def _say_failed(samples: _Samples, plan: _Plan) -> None:
     for place, reason in sorted(samples.reasons.items())[:3]:
         row = plan.rows[place]
         log.warning("failed row %s, %s: %s", row, plan.source.ids[row], reason)
@@ -613,6 +612,7 @@ def _require_some(samples: _Samples, plan: _Plan) -> None:
 def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
     samples = _read(plan)
     _require_some(samples, plan)
+    _say_failed(samples, plan)
     module, title = plan.model.module, plan.model.name
     first = samples.normalize(samples.inputs[0][1][:1])
     found: dict[str, dict[int, Array]] = {}
@@ -757,6 +757,7 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
                 for name, column in figures_of.items():
                     columns[name][place] = column[i]
     _require_some(samples, plan)
+    _say_failed(samples, plan)
     assert maps is not None
     n_empty = int((~maps.reshape(m, -1).any(1)).sum())
     if n_empty:
