@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,6 +280,25 @@ def test_tokens_are_those_of_the_library_however_they_are_padded(folder: Path, t
     theirs = tokenizer(TEXTS[:20], padding=True, return_tensors="pt")
     assert torch.equal(padded["input_ids"], theirs["input_ids"])
     assert torch.equal(padded["attention_mask"], theirs["attention_mask"])
+
+
+def test_a_long_text_is_cut_at_the_end_that_the_tokenizer_says(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    left = tmp_path / "left"
+    shutil.copytree(folder, left)
+    config = json.loads((left / "tokenizer_config.json").read_text())
+    (left / "tokenizer_config.json").write_text(json.dumps({**config, "truncation_side": "left"}))
+    text = " ".join(f"the cat {letter}" for letter in "abcdefghijklmnopqrstuvwxyz")
+    ids = {}
+    for side, where in (("right", folder), ("left", left)):
+        tokenizer.truncation_side = side
+        made = models.hf(str(where)).tokenizer
+        assert made is not None
+        (ids[side],), _ = made.encode([text])
+        assert ids[side] == tokenizer(text, truncation=True, max_length=POSITIONS)["input_ids"]
+    assert ids["left"] != ids["right"]
 
 
 @EXHAUSTIVE
