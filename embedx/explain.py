@@ -306,7 +306,7 @@ def explain(
         ),
     }
     started = time.monotonic()
-    with store.replacing_folder(folder, foreign=_foreign) as new:
+    with _no_empty_folders(folder), store.replacing_folder(folder, foreign=_foreign) as new:
         if method == "feature_maps":
             n_failed = _draw_feature_maps(plan, new)
         else:
@@ -454,6 +454,18 @@ def _is_done(folder: Path, file_id: str, *, overwrite: bool) -> bool:
 def _foreign(folder: Path) -> set[str]:
     """Names in a folder that are no part of an explanation."""
     return {path.name for path in folder.iterdir() if not _is_own(path)}
+
+
+@contextlib.contextmanager
+def _no_empty_folders(folder: Path) -> Iterator[None]:
+    """What is refused or stopped leaves no folder behind that was made for it."""
+    made = [above for above in folder.absolute().parents if not above.exists()]
+    try:
+        yield
+    finally:
+        for above in made:
+            with contextlib.suppress(OSError):  # it holds what was made
+                above.rmdir()
 
 
 def _is_own(path: Path) -> bool:
