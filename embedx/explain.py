@@ -306,7 +306,7 @@ def explain(
         ),
     }
     started = time.monotonic()
-    with store.replacing_folder(folder, foreign=_foreign) as new:
+    with _no_empty_folders(folder), store.replacing_folder(folder, foreign=_foreign) as new:
         if method == "feature_maps":
             n_failed = _draw_feature_maps(plan, new)
         else:
@@ -456,6 +456,18 @@ def _foreign(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not _is_own(path)}
 
 
+@contextlib.contextmanager
+def _no_empty_folders(folder: Path) -> Iterator[None]:
+    """What is refused or stopped leaves no folder behind that was made for it."""
+    made = [above for above in folder.absolute().parents if not above.exists()]
+    try:
+        yield
+    finally:
+        for above in made:
+            with contextlib.suppress(OSError):  # it holds what was made
+                above.rmdir()
+
+
 def _is_own(path: Path) -> bool:
     if path.suffix == ".png":
         with contextlib.suppress(StoreError):
@@ -589,17 +601,16 @@ def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
 
 
 def _require_some(samples: _Samples, plan: _Plan) -> None:
-    """Say which samples failed.
-
-    Raises:
-        DataError: All did.
-    """
+    """Raise DataError if all samples failed."""
     if len(samples.reasons) == len(plan.rows):
         place, reason = min(samples.reasons.items())
         raise DataError(
             f"every one of the {len(plan.rows):,} samples failed; the first, "
             f"{plan.source.ids[plan.rows[place]]}: {reason}"
         )
+
+
+def _say_failed(samples: _Samples, plan: _Plan) -> None:
     for place, reason in sorted(samples.reasons.items())[:3]:
         row = plan.rows[place]
         log.warning("failed row %s, %s: %s", row, plan.source.ids[row], reason)
@@ -613,6 +624,7 @@ def _require_some(samples: _Samples, plan: _Plan) -> None:
 def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
     samples = _read(plan)
     _require_some(samples, plan)
+    _say_failed(samples, plan)
     module, title = plan.model.module, plan.model.name
     first = samples.normalize(samples.inputs[0][1][:1])
     found: dict[str, dict[int, Array]] = {}
@@ -757,6 +769,7 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
                 for name, column in figures_of.items():
                     columns[name][place] = column[i]
     _require_some(samples, plan)
+    _say_failed(samples, plan)
     assert maps is not None
     n_empty = int((~maps.reshape(m, -1).any(1)).sum())
     if n_empty:
@@ -977,7 +990,7 @@ def _caption(
     lines = [f"class {target}{name}{how}"]
     score, share = columns["scores"][place], columns["shares"][place]
     lines.append(
-        f"score {score:.3g}, softmax {share:.2f}" if score != share else f"score {score:.2f}"
+        f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
     )
     if samples.labels is not None and samples.labels[place] >= 0:
         label = int(samples.labels[place])

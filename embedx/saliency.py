@@ -466,7 +466,7 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
     last = seen[-1]
     if last.grid.form != "tokens" or not last.grid.n_prefix:
         return last.name
-    alike = [one for one in seen if one.output.shape == last.output.shape]
+    alike = [one for one in seen if one.shape == last.shape]
     points = [dataclasses.replace(hooks.parse_point(one.name), what="grad") for one in alike]
     with hooks.Capture(run.module, points, only_here=True) as got:
         scores = run(inputs)

@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import importlib
 import json
 import os
 import pickle
@@ -20,7 +19,7 @@ import torch
 from PIL import Image
 
 import embedx
-from embedx import data, models, store, text_data
+from embedx import data, inputs, models, store, text_data
 from embedx.columns import TEXT_BYTES_MOST
 from embedx.data import Source
 from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, LayerError, ModelError
@@ -28,7 +27,7 @@ from embedx.models import Model
 from tests.conftest import EXHAUSTIVE, ROOT, sha256
 
 transformers = pytest.importorskip("transformers")
-stage = importlib.import_module("embedx.extract")  # embedx.extract is the function
+
 Array = np.ndarray[Any, Any]
 
 WORDS = [*"abcdefghi", "the", "cat", "dog", "sat", "ran", "under", "tree", "house", "river"]
@@ -212,7 +211,7 @@ def source_of(read: Any, texts: list[Any]) -> Source:
 def test_an_interrupted_run_and_any_workers_give_the_same_bytes_and_read_each_text_once(
     tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "WINDOW_BATCHES", 8)
+    monkeypatch.setattr(inputs, "WINDOW_BATCHES", 8)
     whole = Asked(TEXTS)
     run = functools.partial(embedx.extract, tiny, batch_size=8)  # windows of 64 rows
     first = run(source_of(whole, TEXTS), out=tmp_path / "whole")
