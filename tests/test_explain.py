@@ -132,7 +132,7 @@ def test_the_target_is_chosen(target: Any) -> None:
     done = embedx.explain(
         module, X, method="input_gradient", rows=[0, 1, 2], target=target, labels=[3, 0, 1, 0, 0, 0]
     )
-    wanted = {2: [2, 2, 2], "label": [2, 0, 1]}.get(
+    wanted = {2: [2, 2, 2], "label": [3, 0, 1]}.get(
         target if not isinstance(target, list) else 0, target
     )
     assert done.maps is not None
@@ -152,9 +152,9 @@ def test_names_of_classes_say_which_one_a_label_is(tmp_path: Path) -> None:
         done = embedx.explain(net(), X, classes=classes, labels=labels, out="o", **given)
         assert done.maps is not None
         assert done.maps.targets.tolist() == [3, 0, 3]
-    with pytest.raises(ConfigError, match="the label 'dog' is none of the 4 classes; the nearest"):
+    with pytest.raises(ConfigError, match="the label 'dog' is none of the classes; the nearest are dob"):
         embedx.explain(net(), X, classes=["ant", "bee", "cat", "dob"], labels=labels, **given)
-    with pytest.raises(ConfigError, match="classes has 3 names, and sequential has 4 classes"):
+    with pytest.raises(ConfigError, match="classes has 3 names, and sequential has scores of 4"):
         embedx.explain(net(), X, method="gradcam", classes=["a", "b", "c"])
     with pytest.raises(ConfigError, match="classes=no.txt cannot be read: No such file"):
         embedx.explain(net(), X, method="gradcam", classes="no.txt")
@@ -173,7 +173,7 @@ def test_a_sample_that_fails_fails_alone(caplog: pytest.LogCaptureFixture) -> No
         read,
         "f",
         labels=np.array([0, 1, 0, 1, -1, 1], np.int32),
-        label_names=["p", "q"],
+        label_names=["0", "1"],
     )
     with caplog.at_level(logging.WARNING, "embedx"):
         done = embedx.explain(
