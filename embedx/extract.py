@@ -473,7 +473,7 @@ def _is_begun(partial: Path, identity: Mapping[str, Any]) -> bool:
 def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source | Shards) -> None:
     """Raise if the file that is there belongs to another run, naming the first difference."""
     there = store.Embeddings(present).identity
-    differing = [key for key in {**there, **identity} if there.get(key) != identity.get(key)]
+    differing = [key for key in {**identity, **there} if there.get(key) != identity.get(key)]
     if not differing:
         return
     late = ["rows", "code", "items", "columns", "revisions"]
