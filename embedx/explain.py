@@ -60,7 +60,6 @@ Method = Literal[
     "input_gradient",
     "occlusion",
 ]
-MAPS_NAME = "maps.h5"
 STEPS = 50
 N_CHANNELS = 4
 WINDOWS_ACROSS = 7  # of an occlusion, side by side on the shorter side
@@ -295,7 +294,7 @@ def explain(
         "source": described.source,
         "license": described.license,
         "data": source.name,
-        "config": public_config(recorded),
+        "config": public_config(recorded, also=("method", *_USES, "ids", "rows", "limit")),
         "device": torch_device.type,
         "environment": json.dumps(
             {
@@ -323,7 +322,7 @@ def explain(
         number_of(len(found.pictures), "picture", "pictures"),
         number_of(n_good, "sample", "samples"),
         f"{n_failed:,}",
-        "" if found.maps is None else f", {MAPS_NAME} with maps {found.maps.maps.shape}",
+        "" if found.maps is None else f", {store.MAPS_NAME} with maps {found.maps.maps.shape}",
         seconds,
         n_good / max(seconds, 1e-9),
     )
@@ -462,11 +461,11 @@ def _is_own(path: Path) -> bool:
             store.require_ours(path, store.PICTURE_MARKS[".png"])
             return True
         return False
-    return path.name in (_CONFIG_NAME, MAPS_NAME) and path.is_file()
+    return path.name in (_CONFIG_NAME, store.MAPS_NAME) and path.is_file()
 
 
 def _opened(folder: Path) -> Explanation:
-    maps = folder / MAPS_NAME
+    maps = folder / store.MAPS_NAME
     return Explanation(
         folder,
         sorted(path for path in folder.glob("*.png") if _is_own(path)),
@@ -655,7 +654,7 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
                     picked[name] = _picked(plan, layers[name], activity.get(name))
                 kept = one[:, picked[name]].to("cpu", torch.float32).numpy()
                 found.setdefault(name, {}).update(zip(places, kept, strict=True))
-    about = f"{title} over {plan.source.name}"
+    about = f"{_random_words(plan.model)}{title} over {plan.source.name}"
     places = sorted(samples.pictures)
     shown = [
         overlays.Sample(
@@ -700,6 +699,11 @@ def _picked(plan: _Plan, layer: saliency.Layer, activity: Tensor | None) -> list
                 f"{layer.width - 1}"
             )
     return list(plan.channels)
+
+
+def _random_words(model: Model) -> str:
+    """What a picture must say first, for it travels alone."""
+    return "RANDOM weights, " if model.weights.startswith("random") else ""
 
 
 def _safe(name: str) -> str:
@@ -768,7 +772,7 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
     status = np.full(m, Status.OK, np.uint8)
     status[list(samples.reasons)] = Status.FAILED
     store.write_maps(
-        folder / MAPS_NAME,
+        folder / store.MAPS_NAME,
         method=plan.method,
         maps=maps,
         ids=[plan.source.ids[row] for row in plan.rows],
@@ -788,7 +792,7 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
                 maps[place],
                 measured=_MEASURED[plan.method],
                 is_signed=plan.method in saliency.SIGNED,
-                title=f"{_NAMES[plan.method]} of {plan.model.name}"
+                title=f"{_random_words(plan.model)}{_NAMES[plan.method]} of {plan.model.name}"
                 + (f" at {facts['layer']}" if "layer" in facts else ""),
                 caption=_caption(plan, chosen[place], columns, place, samples),
             )

@@ -1,6 +1,7 @@
 """The stage `explain`: folders, pictures, maps.h5, and what is refused."""
 
 import copy
+import dataclasses
 import logging
 import re
 import shlex
@@ -152,7 +153,9 @@ def test_names_of_classes_say_which_one_a_label_is(tmp_path: Path) -> None:
         done = embedx.explain(net(), X, classes=classes, labels=labels, out="o", **given)
         assert done.maps is not None
         assert done.maps.targets.tolist() == [3, 0, 3]
-    with pytest.raises(ConfigError, match="the label 'dog' is none of the classes; the nearest are dob"):
+    with pytest.raises(
+        ConfigError, match="the label 'dog' is none of the classes; the nearest are dob"
+    ):
         embedx.explain(net(), X, classes=["ant", "bee", "cat", "dob"], labels=labels, **given)
     with pytest.raises(ConfigError, match="classes has 3 names, and sequential has scores of 4"):
         embedx.explain(net(), X, method="gradcam", classes=["a", "b", "c"])
@@ -231,6 +234,36 @@ def test_the_baseline_is_of_pixels() -> None:
         ConfigError, match=r"baseline is a pixel from 0 \(black\) to 1 \(white\), not 2"
     ):
         embedx.explain(module, source, method="occlusion", preprocess=prepared, baseline=2.0)
+
+
+def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What is written in each picture that is saved from here on."""
+    from embedx import figures
+
+    found: list[list[str]] = []
+    real = figures.save
+
+    def save(figure: Any, path: Path, **given: Any) -> Any:
+        found.append([text.get_text() for text in figure.texts])
+        return real(figure, path, **given)
+
+    monkeypatch.setattr(figures, "save", save)
+    return found
+
+
+@pytest.mark.parametrize("method", ["feature_maps", "gradcam", "input_gradient"])
+def test_each_picture_says_that_weights_are_random(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = drawn_texts(monkeypatch)
+    model = models.live(net(), preprocess=None)
+    for weights, wanted in (("random, seed 0", True), ("DEFAULT", False)):
+        given = dataclasses.replace(model, weights=weights)
+        embedx.explain(given, X, method=method, limit=1, out=weights)
+        assert drawn
+        for texts in drawn:
+            assert any(text.startswith("RANDOM weights, ") for text in texts[:2]) == wanted
+        drawn.clear()
 
 
 def test_random_weights_give_another_file_and_the_same_settings_none(
@@ -499,9 +532,12 @@ def test_the_command_line_explains(run: Run, tmp_path: Path, photos: Path) -> No
     recorded = yaml.safe_load((folder / "config.yaml").read_text())
     assert recorded["choices"] == {"model": "resnet18", "data": "folder"}
     # The command that info shows finds it done.
-    info = run("info", f"path={written}")
-    assert info.returncode == 1  # the folder holds no embeddings
-    info = run("info", f"path={written}/maps.h5")
+    info = run("info", f"path={written}", "verify=true")
+    assert re.search(r"^verified +the checksum of the file matches$", info.stdout, re.M)
+    for setting in ("method: gradcam", "target: 7", "- cat/01.jpg"):
+        assert re.search(rf"^ +{setting}$", info.stdout, re.M)
+    with pytest.raises(StoreError, match=f"and explanations: .*{folder.name}/maps.h5; name one"):
+        store.describe(folder.parent.parent)
     (again,) = re.findall(r"^again +python -m embedx (.*)$", info.stdout, re.M)
     second = run(*shlex.split(again))
     assert second.stdout.splitlines()[-2].endswith("nothing to do")
@@ -515,7 +551,10 @@ def test_the_command_line_draws_feature_maps_of_digits(run: Run, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "few" / "explain").iterdir()
     assert pictures_of(folder) == {"layer-01-layer1.png", "row-7.png"}
-    assert done.stdout.splitlines()[-1].endswith("model.input_size=32 method=gradcam")
+    kept = "model.input_size=32 'ids=[digit-0007]' name=few method=gradcam"
+    assert done.stdout.splitlines()[-1].endswith(kept)
+    with pytest.raises(StoreError, match="few/.* holds 2 pictures of feature maps and no file"):
+        store.describe(folder)
 
 
 def test_explanations_lie_in_the_run_of_the_same_model_and_data(
