@@ -45,7 +45,7 @@ from embedx.inputs import (
     seed_all,
 )
 from embedx.models import Model, Preprocess
-from embedx.objectives import class_of_label, read_classes
+from embedx.objectives import class_of_label, numbered, read_classes
 from embedx.progress import Progress
 from embedx.store import Array, Status
 
@@ -142,7 +142,7 @@ def explain(
         rows: The samples to explain, by number.
         limit: How many samples from the first on, where neither ``ids`` nor ``rows`` are given.
         target: The class: ``predicted`` (where not given), ``label`` (the sample's own), a number,
-            or a number for each sample.
+            a number for each sample, or a name of ``classes``.
         classes: Names of the classes, in the order of the scores: a list, or a text file with a
             name a line. With them the class of a ``label`` is the one of its name; without them
             that of its number, or of its place where there are as many names as scores.
@@ -622,10 +622,7 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
         if points is None:
             names = grids.through_depth(network.seen)
             if not names:
-                raise LayerError(
-                    f"{title} has no layer that gives feature maps of the picture; name one that "
-                    "does with layers=NAME, see: python -m embedx layers"
-                )
+                raise saliency.no_layer(title)
             points = [hooks.parse_point(name) for name in names]
             log.info("layers: %s", ", ".join(names))
 
@@ -766,7 +763,8 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
     assert maps is not None
     n_empty = int((~maps.reshape(m, -1).any(1)).sum())
     if n_empty:
-        log.warning("%s of %s maps are zero everywhere: nothing there raises the score", n_empty, m)
+        some = "its map is" if m == 1 else f"{n_empty:,} of {m:,} maps are"
+        log.warning("%s zero everywhere: nothing there raises the score", some)
     if plan.method == "integrated_gradients":
         _say_incomplete(plan, columns["completeness_error"])
     status = np.full(m, Status.OK, np.uint8)
@@ -811,10 +809,20 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
     if target is None or target == "predicted":
         return None
     if isinstance(target, str):
+        names = plan.class_names or []
+        if target in names:
+            return np.full(m, names.index(target), np.int64)
         if target != "label":
+            (near,) = nearest(target, ["predicted", "label", *names], n=1)
+            many = f", a list of {m} numbers" if m > 1 else ""
+            by_name = (
+                f"the name of one of the {len(names):,} classes"
+                if names
+                else "a class by its name with classes=FILE"
+            )
             raise ConfigError(
-                f"target={target!r} must be predicted, label, the number of a class, or a list of "
-                f"{m} numbers; the nearest is {nearest(target, ['predicted', 'label'], n=1)[0]}"
+                f"target={target!r} must be predicted, label, the number of a class{many}, or "
+                f"{by_name}; the nearest is {near}"
             )
         if samples.labels is None:
             raise ConfigError(
@@ -826,7 +834,8 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
         return np.full(m, target, np.int64)
     if len(target) != m:
         raise ConfigError(
-            f"target lists {len(target)} classes for {m} samples; give one for all or one each"
+            f"target lists {number_of(len(target), 'class', 'classes')} for "
+            f"{number_of(m, 'sample', 'samples')}; give one for all or one each"
         )
     return np.array(target, np.int64)
 
@@ -851,6 +860,11 @@ def _as_classes(
         n_classes = run(inputs[:1]).shape[1]
     names = plan.source.label_names if of_labels else ()
     known = class_of_label(names, plan.class_names, n_classes=n_classes, title=run.title)
+    if of_labels and known is None:
+        log.info("target=label: the label is the number of the class")
+    elif of_labels and known is not None:
+        words = numbered(names, known)
+        log.info("target=label: as classes of %s the labels are: %s", run.title, words)
     return targets if known is None or targets is None else np.append(known, -1)[targets]
 
 
@@ -975,16 +989,22 @@ def _caption(
     plan: _Plan, target: int, columns: Mapping[str, Array], place: int, samples: _Samples
 ) -> list[str]:
     name = f" {plan.class_names[target]}" if plan.class_names is not None else ""
-    how = "" if plan.target in (None, "predicted") else " (chosen)"
+    how = " (of the label)" if plan.target == "label" else " (chosen)"
+    if plan.target in (None, "predicted"):
+        how = ""
     lines = [f"class {target}{name}{how}"]
     score, share = columns["scores"][place], columns["shares"][place]
-    lines.append(
-        f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
-    )
+    if np.isnan(share):
+        lines.append(f"score {score:.3g}")
+    else:
+        lines.append(
+            f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
+        )
     if samples.labels is not None and samples.labels[place] >= 0:
         label = int(samples.labels[place])
         names = plan.source.label_names
         lines.append(f"label {names[label] if len(names) else label}")
     if "completeness_error" in columns:
-        lines.append(f"completeness error {100 * columns['completeness_error'][place]:.2g} %")
+        error = 100 * columns["completeness_error"][place]
+        lines.append(f"completeness error {f'{error:.2g}' if error >= 0.1 else '< 0.1'} %")
     return lines

@@ -59,6 +59,8 @@ def require_class(unit: int, *, n_classes: int, key: str, title: str) -> None:
         raise ConfigError(
             f"{key}={unit} is out of range: {title} has scores of {n_classes:,} classes, numbered "
             f"0 to {n_classes - 1}"
+            if n_classes > 1
+            else f"{key}={unit} is out of range: {title} has one score, which is {key}=0"
         )
 
 
@@ -133,6 +135,12 @@ def class_of_label(
             "with a name a line, or classes=[A,B]"
         )
     return np.arange(n_classes)
+
+
+def numbered(label_names: Sequence[str], classes: Array) -> str:
+    """Which class each label is, in words."""
+    pairs = zip(label_names, classes, strict=True)
+    return listed([f"{name} is {number}" for name, number in pairs])
 
 
 class Backward:
@@ -234,12 +242,7 @@ class Backward:
             log.info(
                 "the loss is that of the labels as classes of %s: %s",
                 self._title,
-                listed(
-                    [
-                        f"{name} is {number}"
-                        for name, number in zip(self._label_names, known, strict=True)
-                    ]
-                ),
+                numbered(self._label_names, known),
             )
         # The last one is that of -1, none.
         table = torch.as_tensor(np.append(known, -1), device=labels.device)

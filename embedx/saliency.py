@@ -40,7 +40,8 @@ class Maps:
         maps: Shape ``(n, c, h, w)`` of what enters, or ``(n, h, w)``, float32 on the CPU.
         targets: Class of each sample, shape ``(n,)``.
         scores: Score of that class, shape ``(n,)``.
-        shares: Its softmax, shape ``(n,)``; the score where scores are shares already.
+        shares: Its softmax, shape ``(n,)``; the score where scores are shares already, and NaN of a
+            single score, whose softmax is always 1.
         columns: Further figures, shape ``(n,)``, by name.
     """
 
@@ -86,6 +87,11 @@ class Scored:
         Raises:
             ConfigError: There is no such class.
         """
+        if _are_equal(scores):
+            self.say_once(
+                f"all {scores.shape[1]:,} scores of {self.title} are equal, as with a head of "
+                "zeros: they do not say which class it is, nor does a map"
+            )
         if targets is None:
             return scores.detach().argmax(1)
         for target in set(targets.tolist()):
@@ -93,10 +99,17 @@ class Scored:
         return targets.to(scores.device)
 
 
+def _are_equal(scores: Tensor) -> bool:
+    """Whether no class of any sample has another score than the others."""
+    return scores.shape[1] > 1 and bool((scores == scores[:, :1]).all())
+
+
 def _told(maps: Tensor, scores: Tensor, targets: Tensor, **columns: Tensor) -> Maps:
     scores, targets = scores.detach(), targets.detach()
     are_shares = bool(((scores >= 0).all(1) & ((scores.sum(1) - 1).abs() < 1e-3)).all())
     shares = scores if are_shares else scores.softmax(1)
+    if scores.shape[1] == 1:
+        shares = torch.full_like(scores, torch.nan)
     at = targets[:, None]
     return Maps(
         maps.detach().to("cpu", torch.float32),
@@ -387,7 +400,7 @@ def _at_layer(
         except LayerError:
             raise LayerError(
                 f"layer {point.name} does not lead to the scores of {run.title}, so that it has no "
-                "gradient; choose one that does, see: python -m embedx layers"
+                "gradient; choose one that does, see: python -m embedx layers model=..."
             ) from None
 
 
@@ -451,6 +464,14 @@ def as_layer(network: Network, point: hooks.Point, activation: Tensor, *, n: int
     return Layer(point, grid, width)
 
 
+def no_layer(title: str) -> LayerError:
+    """What to say of a network without feature maps."""
+    return LayerError(
+        f"{title} has no layer that gives feature maps of the picture, as far as one pass shows; "
+        "method=input_gradient needs none"
+    )
+
+
 def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
     """The last feature maps before pooling, or the last tokens of a picture with a gradient.
 
@@ -458,14 +479,11 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
     to the scores.
 
     Raises:
-        LayerError: There are none.
+        LayerError: There are none, or no gradient comes to any of them.
     """
     seen = [one for one in network.seen if not one.is_pooled]
     if not seen:
-        raise LayerError(
-            f"{run.title} has no layer that gives feature maps of the picture; name one that does "
-            "with layers=NAME, see: python -m embedx layers"
-        )
+        raise no_layer(run.title)
     last = seen[-1]
     if last.grid.form != "tokens" or not last.grid.n_prefix:
         return last.name
@@ -478,7 +496,13 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
             with contextlib.suppress(LayerError):  # it does not lead to the scores
                 if one.grid.maps(got[point.name]).any():
                     return one.name
-    return last.name
+    why = (
+        f"all {scores.shape[1]:,} are equal, as with a head of zeros" if _are_equal(scores) else ""
+    )
+    raise LayerError(
+        f"no gradient comes from the scores of {run.title} to the tokens of the picture at any "
+        f"layer like {last.name}" + (f": {why}" if why else "; name one with layers=NAME")
+    )
 
 
 # --------------------------------------------------------------------------- by captum
