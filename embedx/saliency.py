@@ -19,6 +19,7 @@ from embedx.errors import (
     first_line,
     listed,
     missing_extra,
+    number_of,
 )
 from embedx.grids import Grid
 from embedx.objectives import require_class, scores_of
@@ -457,8 +458,9 @@ def as_layer(network: Network, point: hooks.Point, activation: Tensor, *, n: int
         names = [one.name for one in network.seen if not one.is_pooled]
         others = f"; some that do: {listed(names[::-1], most=4)}" if names else ""
         raise LayerError(
-            f"layer {point.name} gives {tuple(activation.shape)} for {n} pictures of "
-            f"{network.picture[0]}x{network.picture[1]} px, which are no feature maps{others}"
+            f"layer {point.name} gives {tuple(activation.shape)} for "
+            f"{number_of(n, 'picture', 'pictures')} of {network.picture[0]}x{network.picture[1]} "
+            f"px, which are no feature maps{others}"
         )
     width = activation.shape[1] if grid.form == "first" else activation.shape[-1]
     return Layer(point, grid, width)

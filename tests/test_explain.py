@@ -188,7 +188,7 @@ def test_the_class_of_a_label_is_said_and_stands_in_the_picture(
     embedx.explain(net(), X, **given, labels=named, classes=list("cabz"), out="a")
     assert "as classes of sequential the labels are: a is 1, b is 2, c is 0, z is 3" in caplog.text
     assert "class 1 a (of the label)" in drawn[0]
-    source = Source("some", list("abcdef"), lambda i: X[i], "f", labels=np.full(6, 2, np.int32))
+    source = Source("some", list("abcdef"), lambda i: (X[i], 2), "f", labels_in_items=True)
     embedx.explain(net(), source, **given, out="b")
     assert "target=label: the label is the number of the class" in caplog.text
     assert "class 2 (of the label)" in drawn[1]
