@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import json
 import logging
 import os
@@ -224,12 +225,14 @@ def explain(
     chosen = _chosen_rows(source, ids=ids, rows=rows, limit=limit)
     torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
     points = None
+    of_globs: list[hooks.Point] = []
     if layers is not None:
         title = described.name if isinstance(model, Model) else None
         points = hooks.resolve_points(
             described.module, layers, penultimate=described.layer, title=title
         )
         _require_forward(points, method)
+        of_globs = _of_globs(described.module, layers, points)
     class_names = read_classes(classes)
     settings = {
         "method": method,
@@ -272,6 +275,7 @@ def explain(
         rows=chosen,
         method=method,
         points=points,
+        of_globs=of_globs,
         target=target,
         class_names=class_names,
         channels="first" if channels is None else channels,
@@ -341,6 +345,7 @@ class _Plan:
     rows: Array
     method: str
     points: list[hooks.Point] | None
+    of_globs: Sequence[hooks.Point]
     target: int | str | Sequence[int] | None
     class_names: list[str] | None
     channels: str | Sequence[int]
@@ -405,6 +410,21 @@ def _require_forward(points: Sequence[hooks.Point], method: str) -> None:
             f"method={method} takes one layer, and layers names {len(points)}: "
             f"{listed([point.name for point in points], most=4)}; run it once for each"
         )
+
+
+def _of_globs(
+    module: torch.nn.Module, layers: str | Sequence[str], points: Sequence[hooks.Point]
+) -> list[hooks.Point]:
+    """The points that only globs stand for."""
+    known = {name for name, _ in module.named_modules()}
+    asked = [layers] if isinstance(layers, str) else layers
+    named = [hooks.parse_point(text) for text in asked if text != "penultimate"]
+    globs = [point for point in named if point.layer not in known]
+    return [
+        point
+        for point in points
+        if point not in named and any(fnmatch.fnmatchcase(point.layer, g.layer) for g in globs)
+    ]
 
 
 # --------------------------------------------------------------------------- the folder
@@ -617,7 +637,8 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
     found: dict[str, dict[int, Array]] = {}
     layers: dict[str, saliency.Layer] = {}
     with _running(plan) as enter, torch.no_grad():
-        network = saliency.look(module, enter(first, samples.inputs[0][0][0]), title=title)
+        first_in = enter(first, samples.inputs[0][0][0])
+        network = saliency.look(module, first_in, title=title)
         points = plan.points
         if points is None:
             names = grids.through_depth(network.seen)
@@ -625,6 +646,8 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
                 raise saliency.no_layer(title)
             points = [hooks.parse_point(name) for name in names]
             log.info("layers: %s", ", ".join(names))
+        elif plan.of_globs:
+            points = _with_maps(plan, network, points, first_in)
 
         def passes() -> Iterator[tuple[list[int], dict[str, Tensor]]]:
             for places, tensor in samples.inputs:
@@ -676,6 +699,24 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
             figures.save(figure, folder / f"row-{sample.row}.png")
             progress.advance(1)
     return len(samples.reasons)
+
+
+def _with_maps(
+    plan: _Plan, network: saliency.Network, points: list[hooks.Point], inputs: Tensor
+) -> list[hooks.Point]:
+    """The points that are drawn, where some are of globs: of these what gives feature maps."""
+    run = saliency.Scored(plan.model.module, plan.model.name)
+    kept = saliency.of_globs(run, network, plan.of_globs, inputs)
+    found = list(dict.fromkeys(one for point in points for one in kept.get(point, [point])))
+    if not found:
+        raise LayerError(
+            f"none of the layers of {plan.model.name} that match gives feature maps of the "
+            f"picture: {listed([point.name for point in kept])}"
+        )
+    log.info("layers: %s", listed([point.name for point in found]))
+    if empty := [point.name for point in kept if not kept[point]]:
+        log.info("left out, for they give no feature maps: %s", listed(empty))
+    return found
 
 
 def _picked(plan: _Plan, layer: saliency.Layer, activity: Tensor | None) -> list[int]:

@@ -416,11 +416,13 @@ class Network:
         seen: Its layers that give feature maps, in order.
         patches: Into which grids it cuts the picture, by the number of channels.
         picture: Height and width of what enters.
+        calls: How often each layer ran.
     """
 
     seen: Sequence[grids.Seen]
     patches: Mapping[int, tuple[int, int]]
     picture: tuple[int, int]
+    calls: Mapping[str, int]
 
 
 def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
@@ -443,6 +445,7 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
         grids.seen_in(module, fired, n=1, picture=picture),
         grids.patches_in(fired, n=1, picture=picture),
         picture,
+        Counter(name for name, _ in fired),
     )
 
 
@@ -464,6 +467,37 @@ def as_layer(network: Network, point: hooks.Point, activation: Tensor, *, n: int
         )
     width = activation.shape[1] if grid.form == "first" else activation.shape[-1]
     return Layer(point, grid, width)
+
+
+def of_globs(
+    run: Scored, network: Network, points: Sequence[hooks.Point], inputs: Tensor
+) -> dict[hooks.Point, list[hooks.Point]]:
+    """What gives feature maps of each point of a glob: it, or each call of a layer by itself.
+
+    Args:
+        run: The network.
+        network: What one pass shows of it.
+        points: The points.
+        inputs: Of one picture.
+    """
+    each: dict[hooks.Point, list[hooks.Point]] = {}
+    for point in points:
+        calls = network.calls.get(point.layer, 0)
+        is_each = calls > 1 and point.call is None
+        each[point] = [
+            dataclasses.replace(point, call=call) if is_each else point
+            for call in range(calls if is_each else min(calls, 1))
+        ]
+    found: dict[hooks.Point, list[hooks.Point]] = {point: [] for point in points}
+    every = [one for several in each.values() for one in several]
+    with hooks.Capture(run.module, every, only_here=True) as got, torch.no_grad():
+        hooks.run_model(run.module, inputs.clone(), title=run.title)
+        for point, several in each.items():
+            for one in several:
+                with contextlib.suppress(LayerError):  # it gives no tensor, or no maps
+                    as_layer(network, one, got[one.name], n=1)
+                    found[point].append(one)
+    return found
 
 
 def no_layer(title: str) -> LayerError:

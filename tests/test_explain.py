@@ -417,6 +417,40 @@ def test_the_maps_that_are_drawn_are_those_of_a_plain_pass(monkeypatch: pytest.M
     assert list(spy.layers["1"].channels) == [0, 1, 2, 3]
 
 
+def test_a_glob_takes_what_gives_feature_maps_each_call_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+            self.act = nn.ReLU()
+            self.never = nn.Conv2d(3, 3, 3)
+            self.head = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.act(self.conv(self.act(x))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    module = Twice().eval()
+    spy = Spy(monkeypatch)
+    caplog.set_level(logging.INFO, "embedx")
+    embedx.explain(module, X, layers=["*", "act@1", "c*:input"], limit=2)
+    assert list(spy.layers) == ["conv", "act@0", "act@1", "conv:input"]
+    with torch.no_grad():
+        before = X[:2].relu()
+        after = module.conv(before)
+    for name, maps in (("act@0", before), ("act@1", after.relu()), ("conv:input", before)):
+        assert np.allclose(np.stack(spy.layers[name].maps), maps[:, :4], atol=1e-6)
+    assert "left out, for they give no feature maps: never, head" in caplog.text
+    with pytest.raises(
+        LayerError, match="act ran 2 times in one pass; say which call: act@0 or act@1"
+    ):
+        embedx.explain(module, X, layers=["conv", "act"])
+    with pytest.raises(LayerError, match="none of the layers of twice that match gives .*: head"):
+        embedx.explain(module, X, layers="h*")
+
+
 def test_default_layers_go_through_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Spy(monkeypatch)
     torch.manual_seed(0)
