@@ -62,13 +62,14 @@ STAGES = {
     "evaluate": "score embeddings and maps",
     "export": "write files for TensorBoard, Embedding Atlas, spreadsheets or NumPy",
     "view": "draw maps as pictures, or serve the projector",
-    "explain": "draw feature maps, and what in a picture the score of a class hangs on",
+    "explain": "draw feature maps, and which parts of a picture the score of a class depends on",
     "neighbors": "find the nearest rows, duplicates, outliers and doubtful labels",
     "compare": "rank several runs in one table, and draw their maps side by side",
     "layers": "list the layers of a model: shapes, parameters, FLOPs, time",
     "info": "say what is in a file, and check it",
 }
 NOTE_LINES = 12
+OWNERS_NAMED = 4  # options of a group that have a key, in a help
 PAGE = """embedx turns PyTorch models into embeddings, and embeddings into maps.
 
 usage: python -m embedx STAGE [KEY=VALUE ...] [FLAGS]
@@ -417,14 +418,18 @@ def _print_help(stage: str, configs: Configs) -> None:
         print(f"  {key}: {about}")
     groups = configs.defaults(stage)
     for group in groups:
-        shown: set[str] = set()
+        shown: dict[str, str] = {}
+        owners: dict[str, list[str]] = {}
         # What the default says of a key that several have comes first.
         options = sorted(configs.options(group), key=lambda option: option != groups[group])
         for option in options:
             for key, about in configs.explained_option(group, option).items():
-                if key not in shown:
-                    shown.add(key)
-                    print(f"  {group}.{key}: {about}")
+                shown.setdefault(key, about)
+                owners.setdefault(key, []).append(option)
+        for key, about in shown.items():
+            # Of some options alone; a key that many have is told by what it means.
+            of = f" ({', '.join(owners[key])})" if len(owners[key]) <= OWNERS_NAMED else ""
+            print(f"  {group}.{key}{of}: {about}")
     if groups:
         print("\nchoices")
         for group, option in groups.items():

@@ -1,4 +1,4 @@
-"""The stage ``explain``: feature maps, and maps of what the score of a class hangs on."""
+"""The stage ``explain``: feature maps, and maps of what the score of a class depends on."""
 
 import contextlib
 import dataclasses
@@ -129,16 +129,17 @@ def explain(
     ``feature_maps`` draws a picture a layer, and for each sample a sheet through the depth of the
     network. The other methods draw a picture a sample (what enters, its map, and one on the other)
     and keep the maps as they are in ``maps.h5``. The score is what the model gives for the class,
-    most often a logit. Done already with the same settings, nothing is done.
+    most often a logit. What is there already with the same settings is not made again.
 
     Args:
         model: A network, or a :class:`~embedx.models.Model` from :mod:`embedx.models`.
         data: Pictures, as :func:`embedx.extract` takes data.
         method: ``feature_maps``, ``gradcam``, ``gradcam++``, ``guided_backprop``,
             ``input_gradient``, ``integrated_gradients`` or ``occlusion``.
-        layers: Capture points that give feature maps: for ``feature_maps`` one or several, by
-            default one for each size of map; for ``gradcam`` one, by default the last before
-            pooling (or that has a gradient at the tokens of the picture).
+        layers: Capture points that give feature maps. ``feature_maps`` takes one or several, and of
+            a glob those that give some; where not given, one for each size of map. ``gradcam`` and
+            ``gradcam++`` take one; where not given, the last before pooling, or in a transformer
+            the last whose tokens of the picture have a gradient.
         ids: The samples to explain, by id.
         rows: The samples to explain, by number.
         limit: How many samples from the first on, where neither ``ids`` nor ``rows`` are given.

@@ -124,7 +124,7 @@ def find_penultimate(module: nn.Module) -> Point:
     if head is None:
         raise LayerError(
             f"{type(module).__name__} has no Linear or 1x1 Conv2d head, so it has no penultimate "
-            "layer; name one with layers=NAME, see: python -m embedx layers"
+            "layer; name one with layers=NAME, see: python -m embedx layers model=..."
         )
     return Point(head, what="input")
 
@@ -1523,5 +1523,5 @@ def find_output(
             return Point(name)
     raise LayerError(
         f"no layer of {title} gives what the model gives; name the one that is meant: "
-        "model.layer=NAME, see: python -m embedx layers"
+        "model.layer=NAME, see: python -m embedx layers model=..."
     )

@@ -1,4 +1,4 @@
-"""Which parts of what enters a network its score of a class hangs on: maps of each sample."""
+"""Which parts of what enters a network its score of a class depends on: maps of each sample."""
 
 import contextlib
 import dataclasses
@@ -284,7 +284,7 @@ def _is_number(value: Any, wanted: float) -> bool:
 
 
 def guided_backprop(run: Scored, inputs: Tensor, targets: Tensor | None) -> Maps:
-    """The gradient at what enters, where each ReLU lets positive gradients back alone.
+    """The gradient at what enters, where each ReLU lets only positive gradients back.
 
     A ReLU is what computes ``max(x, 0)``, as a module, a function or a method, in place or not, as
     often as it is called; one that is cut off above too, such as ReLU6, passes back what lies

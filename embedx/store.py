@@ -2677,7 +2677,7 @@ def _find_described(path: Path) -> Path:
             f"{path} holds {n_pictures} pictures of feature maps and no file of numbers; look at "
             "them, their settings are in its config.yaml"
         )
-    if explained := sorted(path.glob(f"explain/*/{MAPS_NAME}")):
+    if explained := sorted(one.parent for one in path.glob("explain/*/config.yaml")):
         raise StoreError(
             f"{path} holds no {EMBEDDINGS_NAME}, and explanations: "
             f"{listed([str(one) for one in explained])}; name one of them"

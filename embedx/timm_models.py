@@ -99,7 +99,7 @@ def find_classifier(name: str, module: nn.Module) -> tuple[str, tuple[str, ...]]
     if not hasattr(module, "get_classifier"):
         raise ModelError(
             f"timm's {name} has no classifier, so it has no penultimate layer; name the layer that "
-            "is meant: model.layer=NAME, see: python -m embedx layers"
+            "is meant: model.layer=NAME, see: python -m embedx layers model=..."
         )
     classifier: Any = module.get_classifier()  # type: ignore[operator]
     several = classifier if isinstance(classifier, (tuple, list)) else [classifier]

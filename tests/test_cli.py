@@ -470,6 +470,21 @@ def test_stages_work_on_the_newest_run_or_the_named_one(embedx_here: Here, tmp_p
     assert any(line.split() == ["method", "pca"] for line in out)
 
 
+def test_a_help_says_which_options_have_a_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configs = Configs()
+    cli._print_help("explain", configs)
+    said = capsys.readouterr().out
+    assert re.search(r"^  data\.delimiter \(table\): ", said, re.M)
+    assert re.search(r"^  data\.limit: ", said, re.M)  # all have it
+    found = re.findall(r"^  (\w+)\.(\w+) \((.*?)\): ", said, re.M)
+    assert len(found) > 8
+    for group, key, options in found:
+        having = [o for o in configs.options(group) if key in configs.explained_option(group, o)]
+        assert sorted(options.split(", ")) == sorted(having)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("flag", ["--help", "--info=defaults"])
 def test_every_stage_has_help_without_a_model_or_a_run(
