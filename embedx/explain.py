@@ -998,10 +998,9 @@ def _say_incomplete(plan: _Plan, error: Array) -> None:
     if len(far):
         worst = int(far[np.argmax(error[far])])
         log.warning(
-            "%s of %s maps miss the difference of the scores by more than %.0f %%, %s by %.3g %%; "
+            "%s the difference of the scores by more than %.0f %%, %s by %.3g %%; "
             "more steps than %s come nearer",
-            len(far),
-            len(error),
+            "its map misses" if len(error) == 1 else f"{len(far):,} of {len(error):,} maps miss",
             100 * saliency.INCOMPLETE_FROM,
             plan.source.ids[plan.rows[worst]],
             100 * error[worst],

@@ -532,12 +532,14 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
             with contextlib.suppress(LayerError):  # it does not lead to the scores
                 if one.grid.maps(got[point.name]).any():
                     return one.name
-    why = (
-        f"all {scores.shape[1]:,} are equal, as with a head of zeros" if _are_equal(scores) else ""
-    )
+    if _are_equal(scores):
+        raise LayerError(
+            f"no gradient comes from the scores of {run.title} to any layer, for all "
+            f"{scores.shape[1]:,} are equal, as with a head of zeros: no map would show a thing"
+        )
     raise LayerError(
         f"no gradient comes from the scores of {run.title} to the tokens of the picture at any "
-        f"layer like {last.name}" + (f": {why}" if why else "; name one with layers=NAME")
+        f"layer like {last.name}; name one that has some with layers=NAME"
     )
 
 

@@ -223,7 +223,9 @@ def test_scores_that_are_all_equal_are_said(caplog: pytest.LogCaptureFixture) ->
     vit = torchvision.models.VisionTransformer(32, 8, 2, 2, 8, 16, num_classes=3)
     assert not vit.heads.head.weight.any()  # torchvision's own beginning
     images = torch.randn(1, 3, 32, 32)
-    with pytest.raises(LayerError, match="no gradient comes from the scores .* all 3 are equal"):
+    with pytest.raises(
+        LayerError, match="no gradient comes from the scores .* to any layer, for all 3 are equal"
+    ):
         embedx.explain(vit, images, method="gradcam")
     nn.init.normal_(vit.heads.head.weight)
     again = embedx.explain(vit, images, method="gradcam")
