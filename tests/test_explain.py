@@ -637,7 +637,7 @@ def test_the_command_line_explains(run: Run, tmp_path: Path, photos: Path) -> No
     assert re.search(r"^verified +the checksum of the file matches$", info.stdout, re.M)
     for setting in ("method: gradcam", "target: 7", "- cat/01.jpg"):
         assert re.search(rf"^ +{setting}$", info.stdout, re.M)
-    with pytest.raises(StoreError, match=f"and explanations: .*{folder.name}/maps.h5; name one"):
+    with pytest.raises(StoreError, match=f"and explanations: .*{folder.name}; name one"):
         store.describe(folder.parent.parent)
     (again,) = re.findall(r"^again +python -m embedx (.*)$", info.stdout, re.M)
     second = run(*shlex.split(again))
