@@ -152,7 +152,9 @@ def test_names_of_classes_say_which_one_a_label_is(tmp_path: Path) -> None:
         done = embedx.explain(net(), X, classes=classes, labels=labels, out="o", **given)
         assert done.maps is not None
         assert done.maps.targets.tolist() == [3, 0, 3]
-    with pytest.raises(ConfigError, match="the label 'dog' is none of the classes; the nearest are dob"):
+    with pytest.raises(
+        ConfigError, match="the label 'dog' is none of the classes; the nearest are dob"
+    ):
         embedx.explain(net(), X, classes=["ant", "bee", "cat", "dob"], labels=labels, **given)
     with pytest.raises(ConfigError, match="classes has 3 names, and sequential has scores of 4"):
         embedx.explain(net(), X, method="gradcam", classes=["a", "b", "c"])
