@@ -428,7 +428,7 @@ class Pictures(Net):
         (
             Net,
             {"objective": "loss", "labels": [*range(11)]},
-            "numbers up to 10, and net has scores of 3",
+            "are numbers 0 to 10, and net has scores of 3",
         ),
         (Net, {"objective": "lost"}, "objective must be one of predicted, loss or a whole number"),
         (Net, {"objective": 1, "layers": "conv"}, "objective=1 has no use without a gradient"),
@@ -626,7 +626,8 @@ def test_asking_for_a_gradient_changes_nothing_or_is_refused(tmp_path: Path) -> 
     ("labels", "classes", "wanted"),
     [
         ([2, 2, 1, 2], None, [2, 2, 1, 2]),  # 0 does not occur
-        (["b", "c", "a", "b"], None, [1, 2, 0, 1]),
+        (["b", "c", "a", "b"], None, [1, 2, 0, 1]),  # said
+        (["2", "10", "1", "2"], None, [2, 1, 0, 2]),  # texts, as folders are counted
         (["dog", "cat", "dog", "cat"], ["bird", "cat", "dog"], [2, 1, 2, 1]),
         (["1", "0", "2", "1"], ["2", "1", "0"], [1, 2, 0, 1]),
         (["dog", "cat", "dog", "cat"], None, "which of the 3 classes of net .*cat, dog; name"),
@@ -652,6 +653,34 @@ def test_the_class_of_a_label(labels: Any, classes: Any, wanted: Any, tmp_path: 
         assert near(torch.tensor(row), got["conv2@0:grad"].flatten())
     if classes or labels[0] == 2:  # fewer rows, and other labels that occur
         assert np.allclose(run(1)[0], rows[0], atol=1e-7)
+
+
+def test_numbered_classes_of_a_data_set_are_those_of_its_targets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Folders(torch.utils.data.Dataset[Tensor]):
+        classes = ("0", "1", "10")  # as torchvision's ImageFolder counts them
+        targets = (2, 0, 2, 1)
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> Tensor:
+            return X[i]
+
+    for part, targets in (
+        (Folders(), Folders.targets),
+        (torch.utils.data.Subset(Folders(), [0, 2]), [2, 2]),
+    ):
+        rows = embedx.extract(
+            net(), part, layers="conv2:grad", pooling="flatten", objective="loss",
+            out=tmp_path / str(len(targets)),
+        ).embeddings["conv2:grad"][:]  # fmt: skip
+        x = X[:4] if len(targets) == 4 else X[[0, 2]]
+        for one, label, row in zip(x, targets, rows, strict=True):
+            got = moved(net(), one[None], lambda s, y=label: objective_of(s, y, "loss"))  # type: ignore[misc]
+            assert near(torch.tensor(row), got["conv2@0:grad"].flatten())
+    assert "alphabetical" not in caplog.text
 
 
 def test_a_file_with_more_to_it_is_not_taken_for_one_with_less(tmp_path: Path) -> None:
