@@ -810,7 +810,8 @@ def in_memory(
     if ids is None and (ids := _paths(items)) is None and _has_paths(items):
         aloud.append(
             f"{kind} has a __getitem__ of its own, whose items need not be those of its paths: the "
-            "ids are row numbers; ids= gives others"
+            "ids are row numbers, and labels those of its targets, if it has any; ids= and labels= "
+            "give others"
         )
     note = f"{kind}: {n:,} samples, "
     note += "labels in the items" if seen else f"{len(names) or 'no'} classes"

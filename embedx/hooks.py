@@ -330,6 +330,7 @@ class _Pass:
         awaited: Where the gradient of a point will come by, in the graph.
         again: Points at which a second gradient came by.
         cut_off: Points whose gradient misses a way.
+        copies: What went on in place of a tensor, to be differentiated at, by the name of a point.
         scores: What layers gave of which a ``badge`` was taken, as the model has to give it too.
     """
 
@@ -340,6 +341,7 @@ class _Pass:
     awaited: dict[str, Any] = dataclasses.field(default_factory=dict)
     again: set[str] = dataclasses.field(default_factory=set)
     cut_off: set[str] = dataclasses.field(default_factory=set)
+    copies: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     scores: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -416,8 +418,8 @@ class Capture(Mapping[str, Tensor]):
                 for handle in self._register(layer, modules[layer]):
                     stack.callback(handle.remove)
                     self._handles.append(handle)
-            if any(point.what == "badge" for point in self._points.values()):
-                end = self._module.register_forward_hook(_as_written(self._require_scores))
+            if any(p.is_gradient or p.what == "badge" for p in self._points.values()):
+                end = self._module.register_forward_hook(_as_written(self._end_pass))
                 stack.callback(end.remove)
             self._stack = stack.pop_all()
         self._active = True
@@ -667,26 +669,20 @@ class Capture(Mapping[str, Tensor]):
         # It lives on where somebody keeps it, who does not know of the copy.
         is_cut_off = carrier is not value and not (point.is_at_input or is_shared)
         original = weakref.ref(value) if is_cut_off else None
-        is_copy = carrier is not value
+        if carrier is not value and not self.is_verified:
+            # What is done in place to a copy is seen by one that shares its numbers.
+            latest.copies[point.name] = carrier.detach()
 
         def keep(gradient: Tensor) -> None:
             if original is not None and original() is not None:
                 latest.cut_off.add(point.name)
                 self._say_cut_off(point)
-            if is_copy and carrier_version() and not self.is_verified:
-                self._say_in_place(point)
             kept = self._reduced(point, gradient)
             if kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
                 kept = kept.clone()
             if point.name in latest.tensors:
                 latest.again.add(point.name)
             latest.tensors[point.name] = kept
-
-        held = weakref.ref(carrier)
-
-        def carrier_version() -> int:
-            tensor = held()
-            return 0 if tensor is None else tensor._version
 
         carrier.register_hook(keep)  # type: ignore[no-untyped-call]
         return carrier
@@ -733,9 +729,13 @@ class Capture(Mapping[str, Tensor]):
         """The points at which more than one gradient came by since the latest pass."""
         return sorted(self._latest().again)
 
-    def _require_scores(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def _end_pass(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if module is not self._module or not self._is_watched() or _is_inner_call(module):
             return
+        for name, copied in self._own().copies.items():
+            if copied._version:
+                self._say_in_place(self._points[name])
+        self._own().copies.clear()
         for name, scores in self._own().scores.items():
             given = class_scores(output)
             is_same = (
