@@ -956,7 +956,8 @@ def _stage_explain(values: dict[str, Any]) -> None:
     if found.maps is not None:
         _next(f"info {override('path', found.maps.path)}")
     else:
-        typed = [word for word in _typed() if re.match(r"\+*(model|data)\b", word)]
+        kept = r"\+*(model|data|name|ids|rows|limit|device)\b"
+        typed = [word for word in _typed() if re.match(kept, word)]
         _next(shlex.join(["explain", *_config_dir_words(), *typed, "method=gradcam"]))
 
 
@@ -1147,8 +1148,9 @@ def info(*, path: str, verify: bool) -> None:
     """Say what is in a file.
 
     Args:
-        path: An embeddings or projection file, or the folder of a run.
-        verify: Check every row against its checksum.
+        path: A file of embeddings, of a projection or of maps, or the folder of a run or of an
+            explanation.
+        verify: Check every row against its checksum; projections and maps have one of the whole.
 
     Raises:
         StoreError: It is not a file of embedx, or rows do not match their checksum.

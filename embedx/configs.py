@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,11 @@ ROW_SETTINGS = (
 _WHERE = ("name", "out", "overwrite", "embeddings")
 
 
-def public_config(config: Mapping[str, Any]) -> str:
-    """The settings that decide the rows, as YAML; of paths only the last part: files travel."""
+def public_config(config: Mapping[str, Any], *, also: Sequence[str] = ()) -> str:
+    """The settings that decide the rows, and ``also``, as YAML.
+
+    Of paths there is only the last part: files travel.
+    """
     import yaml
 
     def last_part(value: Any, key: str = "") -> Any:
@@ -54,12 +57,13 @@ def public_config(config: Mapping[str, Any]) -> str:
         if isinstance(value, (list, tuple)):
             return [last_part(inner) for inner in value]
         is_path = isinstance(value, str) and (
-            key in ("root", "path", "checkpoint", "--config-dir") or value.startswith(("/", "~"))
+            key in ("root", "path", "checkpoint", "classes", "--config-dir")
+            or value.startswith(("/", "~"))
         )
         return Path(value).name if is_path else value
 
     # The size of a batch decides the last bits.
-    kept = (*ROW_SETTINGS, "batch_size", "choices")
+    kept = dict.fromkeys((*ROW_SETTINGS, *also, "batch_size", "choices"))
     public = {key: last_part(config[key]) for key in kept if key in config}
     return yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import json
 import logging
 import os
@@ -45,7 +46,7 @@ from embedx.inputs import (
     seed_all,
 )
 from embedx.models import Model, Preprocess
-from embedx.objectives import class_of_label, read_classes
+from embedx.objectives import class_of_label, numbered, read_classes
 from embedx.progress import Progress
 from embedx.store import Array, Status
 
@@ -60,7 +61,6 @@ Method = Literal[
     "input_gradient",
     "occlusion",
 ]
-MAPS_NAME = "maps.h5"
 STEPS = 50
 N_CHANNELS = 4
 WINDOWS_ACROSS = 7  # of an occlusion, side by side on the shorter side
@@ -143,7 +143,7 @@ def explain(
         rows: The samples to explain, by number.
         limit: How many samples from the first on, where neither ``ids`` nor ``rows`` are given.
         target: The class: ``predicted`` (where not given), ``label`` (the sample's own), a number,
-            or a number for each sample.
+            a number for each sample, or a name of ``classes``.
         classes: Names of the classes, in the order of the scores: a list, or a text file with a
             name a line. With them the class of a ``label`` is the one of its name; without them
             that of its number, or of its place where there are as many names as scores.
@@ -225,12 +225,14 @@ def explain(
     chosen = _chosen_rows(source, ids=ids, rows=rows, limit=limit)
     torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
     points = None
+    of_globs: list[hooks.Point] = []
     if layers is not None:
         title = described.name if isinstance(model, Model) else None
         points = hooks.resolve_points(
             described.module, layers, penultimate=described.layer, title=title
         )
         _require_forward(points, method)
+        of_globs = _of_globs(described.module, layers, points)
     class_names = read_classes(classes)
     settings = {
         "method": method,
@@ -273,6 +275,7 @@ def explain(
         rows=chosen,
         method=method,
         points=points,
+        of_globs=of_globs,
         target=target,
         class_names=class_names,
         channels="first" if channels is None else channels,
@@ -295,7 +298,7 @@ def explain(
         "source": described.source,
         "license": described.license,
         "data": source.name,
-        "config": public_config(recorded),
+        "config": public_config(recorded, also=("method", *_USES, "ids", "rows", "limit")),
         "device": torch_device.type,
         "environment": json.dumps(
             {
@@ -323,7 +326,7 @@ def explain(
         number_of(len(found.pictures), "picture", "pictures"),
         number_of(n_good, "sample", "samples"),
         f"{n_failed:,}",
-        "" if found.maps is None else f", {MAPS_NAME} with maps {found.maps.maps.shape}",
+        "" if found.maps is None else f", {store.MAPS_NAME} with maps {found.maps.maps.shape}",
         seconds,
         n_good / max(seconds, 1e-9),
     )
@@ -342,6 +345,7 @@ class _Plan:
     rows: Array
     method: str
     points: list[hooks.Point] | None
+    of_globs: Sequence[hooks.Point]
     target: int | str | Sequence[int] | None
     class_names: list[str] | None
     channels: str | Sequence[int]
@@ -408,6 +412,21 @@ def _require_forward(points: Sequence[hooks.Point], method: str) -> None:
         )
 
 
+def _of_globs(
+    module: torch.nn.Module, layers: str | Sequence[str], points: Sequence[hooks.Point]
+) -> list[hooks.Point]:
+    """The points that only globs stand for."""
+    known = {name for name, _ in module.named_modules()}
+    asked = [layers] if isinstance(layers, str) else layers
+    named = [hooks.parse_point(text) for text in asked if text != "penultimate"]
+    globs = [point for point in named if point.layer not in known]
+    return [
+        point
+        for point in points
+        if point not in named and any(fnmatch.fnmatchcase(point.layer, g.layer) for g in globs)
+    ]
+
+
 # --------------------------------------------------------------------------- the folder
 
 
@@ -462,11 +481,11 @@ def _is_own(path: Path) -> bool:
             store.require_ours(path, store.PICTURE_MARKS[".png"])
             return True
         return False
-    return path.name in (_CONFIG_NAME, MAPS_NAME) and path.is_file()
+    return path.name in (_CONFIG_NAME, store.MAPS_NAME) and path.is_file()
 
 
 def _opened(folder: Path) -> Explanation:
-    maps = folder / MAPS_NAME
+    maps = folder / store.MAPS_NAME
     return Explanation(
         folder,
         sorted(path for path in folder.glob("*.png") if _is_own(path)),
@@ -618,17 +637,17 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
     found: dict[str, dict[int, Array]] = {}
     layers: dict[str, saliency.Layer] = {}
     with _running(plan) as enter, torch.no_grad():
-        network = saliency.look(module, enter(first, samples.inputs[0][0][0]), title=title)
+        first_in = enter(first, samples.inputs[0][0][0])
+        network = saliency.look(module, first_in, title=title)
         points = plan.points
         if points is None:
             names = grids.through_depth(network.seen)
             if not names:
-                raise LayerError(
-                    f"{title} has no layer that gives feature maps of the picture; name one that "
-                    "does with layers=NAME, see: python -m embedx layers"
-                )
+                raise saliency.no_layer(title)
             points = [hooks.parse_point(name) for name in names]
             log.info("layers: %s", ", ".join(names))
+        elif plan.of_globs:
+            points = _with_maps(plan, network, points, first_in)
 
         def passes() -> Iterator[tuple[list[int], dict[str, Tensor]]]:
             for places, tensor in samples.inputs:
@@ -655,7 +674,7 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
                     picked[name] = _picked(plan, layers[name], activity.get(name))
                 kept = one[:, picked[name]].to("cpu", torch.float32).numpy()
                 found.setdefault(name, {}).update(zip(places, kept, strict=True))
-    about = f"{title} over {plan.source.name}"
+    about = f"{_random_words(plan.model)}{title} over {plan.source.name}"
     places = sorted(samples.pictures)
     shown = [
         overlays.Sample(
@@ -682,6 +701,24 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
     return len(samples.reasons)
 
 
+def _with_maps(
+    plan: _Plan, network: saliency.Network, points: list[hooks.Point], inputs: Tensor
+) -> list[hooks.Point]:
+    """The points that are drawn, where some are of globs: of these what gives feature maps."""
+    run = saliency.Scored(plan.model.module, plan.model.name)
+    kept = saliency.of_globs(run, network, plan.of_globs, inputs)
+    found = list(dict.fromkeys(one for point in points for one in kept.get(point, [point])))
+    if not found:
+        raise LayerError(
+            f"none of the layers of {plan.model.name} that match gives feature maps of the "
+            f"picture: {listed([point.name for point in kept])}"
+        )
+    log.info("layers: %s", listed([point.name for point in found]))
+    if empty := [point.name for point in kept if not kept[point]]:
+        log.info("left out, for they give no feature maps: %s", listed(empty))
+    return found
+
+
 def _picked(plan: _Plan, layer: saliency.Layer, activity: Tensor | None) -> list[int]:
     """The channels of a layer that are drawn.
 
@@ -700,6 +737,11 @@ def _picked(plan: _Plan, layer: saliency.Layer, activity: Tensor | None) -> list
                 f"{layer.width - 1}"
             )
     return list(plan.channels)
+
+
+def _random_words(model: Model) -> str:
+    """What a picture must say first, for it travels alone."""
+    return "RANDOM weights, " if model.weights.startswith("random") else ""
 
 
 def _safe(name: str) -> str:
@@ -762,13 +804,14 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
     assert maps is not None
     n_empty = int((~maps.reshape(m, -1).any(1)).sum())
     if n_empty:
-        log.warning("%s of %s maps are zero everywhere: nothing there raises the score", n_empty, m)
+        some = "its map is" if m == 1 else f"{n_empty:,} of {m:,} maps are"
+        log.warning("%s zero everywhere: nothing there raises the score", some)
     if plan.method == "integrated_gradients":
         _say_incomplete(plan, columns["completeness_error"])
     status = np.full(m, Status.OK, np.uint8)
     status[list(samples.reasons)] = Status.FAILED
     store.write_maps(
-        folder / MAPS_NAME,
+        folder / store.MAPS_NAME,
         method=plan.method,
         maps=maps,
         ids=[plan.source.ids[row] for row in plan.rows],
@@ -788,7 +831,7 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
                 maps[place],
                 measured=_MEASURED[plan.method],
                 is_signed=plan.method in saliency.SIGNED,
-                title=f"{_NAMES[plan.method]} of {plan.model.name}"
+                title=f"{_random_words(plan.model)}{_NAMES[plan.method]} of {plan.model.name}"
                 + (f" at {facts['layer']}" if "layer" in facts else ""),
                 caption=_caption(plan, chosen[place], columns, place, samples),
             )
@@ -807,10 +850,20 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
     if target is None or target == "predicted":
         return None
     if isinstance(target, str):
+        names = plan.class_names or []
+        if target in names:
+            return np.full(m, names.index(target), np.int64)
         if target != "label":
+            (near,) = nearest(target, ["predicted", "label", *names], n=1)
+            many = f", a list of {m} numbers" if m > 1 else ""
+            by_name = (
+                f"the name of one of the {len(names):,} classes"
+                if names
+                else "a class by its name with classes=FILE"
+            )
             raise ConfigError(
-                f"target={target!r} must be predicted, label, the number of a class, or a list of "
-                f"{m} numbers; the nearest is {nearest(target, ['predicted', 'label'], n=1)[0]}"
+                f"target={target!r} must be predicted, label, the number of a class{many}, or "
+                f"{by_name}; the nearest is {near}"
             )
         if samples.labels is None:
             raise ConfigError(
@@ -822,7 +875,8 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
         return np.full(m, target, np.int64)
     if len(target) != m:
         raise ConfigError(
-            f"target lists {len(target)} classes for {m} samples; give one for all or one each"
+            f"target lists {number_of(len(target), 'class', 'classes')} for "
+            f"{number_of(m, 'sample', 'samples')}; give one for all or one each"
         )
     return np.array(target, np.int64)
 
@@ -852,6 +906,11 @@ def _as_classes(
         n_classes=n_classes,
         title=run.title,
     )
+    if of_labels and known is None:
+        log.info("target=label: the label is the number of the class")
+    elif of_labels and known is not None:
+        words = numbered(plan.source.label_names, known)
+        log.info("target=label: as classes of %s the labels are: %s", run.title, words)
     return targets if known is None or targets is None else np.append(known, -1)[targets]
 
 
@@ -976,16 +1035,22 @@ def _caption(
     plan: _Plan, target: int, columns: Mapping[str, Array], place: int, samples: _Samples
 ) -> list[str]:
     name = f" {plan.class_names[target]}" if plan.class_names is not None else ""
-    how = "" if plan.target in (None, "predicted") else " (chosen)"
+    how = " (of the label)" if plan.target == "label" else " (chosen)"
+    if plan.target in (None, "predicted"):
+        how = ""
     lines = [f"class {target}{name}{how}"]
     score, share = columns["scores"][place], columns["shares"][place]
-    lines.append(
-        f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
-    )
+    if np.isnan(share):
+        lines.append(f"score {score:.3g}")
+    else:
+        lines.append(
+            f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
+        )
     if samples.labels is not None and samples.labels[place] >= 0:
         label = int(samples.labels[place])
         names = plan.source.label_names
         lines.append(f"label {names[label] if len(names) else label}")
     if "completeness_error" in columns:
-        lines.append(f"completeness error {100 * columns['completeness_error'][place]:.2g} %")
+        error = 100 * columns["completeness_error"][place]
+        lines.append(f"completeness error {f'{error:.2g}' if error >= 0.1 else '< 0.1'} %")
     return lines

@@ -35,6 +35,7 @@ HOOKS_REVISION = 3  # raised when what a point captures changes; part of every f
 
 _POINT = re.compile(r"(?P<layer>[^@:]+)(@(?P<call>\d+))?(:(?P<what>[a-z_]+)(\.(?P<path>.+))?)?")
 _GRADIENTS = ("grad", "grad_input")
+CALLS_NAMED = 8  # of a layer that runs several times, in a message
 _WHATS = ("output", "input", *_GRADIENTS, "badge")
 
 Reduce = Callable[["Point", Tensor], Tensor]
@@ -777,7 +778,10 @@ class Capture(Mapping[str, Tensor]):
         if calls > 1:
             return LayerError(
                 f"{point.layer} ran {calls} times in one pass; say which call: "
-                + " or ".join(dataclasses.replace(point, call=i).name for i in range(min(calls, 3)))
+                + (" or " if calls <= CALLS_NAMED else " to ").join(
+                    dataclasses.replace(point, call=i).name
+                    for i in (range(calls) if calls <= CALLS_NAMED else (0, calls - 1))
+                )
             )
         if len(self._passes) > 1:
             return LayerError(

@@ -58,6 +58,8 @@ def require_class(unit: int, *, n_classes: int, key: str, title: str) -> None:
         raise ConfigError(
             f"{key}={unit} is out of range: {title} has scores of {n_classes:,} classes, numbered "
             f"0 to {n_classes - 1}"
+            if n_classes > 1
+            else f"{key}={unit} is out of range: {title} has one score, which is {key}=0"
         )
 
 
@@ -143,6 +145,12 @@ def class_of_label(
         listed([f"{name} is {number}" for number, name in enumerate(order)], most=4),
     )
     return np.array([order.index(name) for name in label_names])
+
+
+def numbered(label_names: Sequence[str], classes: Array) -> str:
+    """Which class each label is, in words."""
+    pairs = zip(label_names, classes, strict=True)
+    return listed([f"{name} is {number}" for name, number in pairs])
 
 
 class Backward:
@@ -240,11 +248,10 @@ class Backward:
                 title=self._title,
             )
             if self._known is not None:
-                named = zip(self._label_names, self._known, strict=True)
                 log.info(
                     "the loss is that of the labels as classes of %s: %s",
                     self._title,
-                    listed([f"{name} is {number}" for name, number in named]),
+                    numbered(self._label_names, self._known),
                 )
         if self._known is None:
             if int(labels.max()) >= n_classes:

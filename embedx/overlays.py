@@ -1,6 +1,7 @@
 """Pictures of feature maps, and of maps on the pictures that they explain."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,8 @@ STRONGEST = 0.8  # opacity of the largest value on a picture
 FLAT = 1e-5
 MOST_SHOWN = 99.5  # percentile of the values of pixels at which colours end: a few are far out
 TILE_IN, GAP_IN, LINE_IN, MARGIN_IN = 1.25, 0.1, 0.17, 0.22
+MOST_WIDENED = 2.5  # times the width of a tile, of pictures that are wide
+LINES_MOST = 6  # of maps in a column of a layer: more stand side by side
 PANEL_IN = 2.9
 NARROW_IN = 1.8  # three figures below a narrower panel would touch
 FILLED_IN = 3.4  # a narrower picture has no room for its title
@@ -202,6 +205,39 @@ def _figure(number: float) -> str:
 # --------------------------------------------------------------------------- feature maps
 
 
+class _Cells(NamedTuple):
+    """Where the tiles of a sheet are, and how large.
+
+    Attributes:
+        width: Of a tile, in inches.
+        height: Of a tile, in inches.
+        head: Lines of text above the first tile.
+    """
+
+    width: float
+    height: float
+    head: float
+
+    @classmethod
+    def around(cls, pictures: Sequence[Array], *, head: float) -> "_Cells":
+        """Cells that pictures fill: wide ones have wide cells, and none that are empty below."""
+        shape = max(picture.shape[1] / picture.shape[0] for picture in pictures)
+        width = TILE_IN * min(MOST_WIDENED, max(1.0, math.sqrt(shape)))
+        height = max(min(1.0, p.shape[0] / p.shape[1]) for p in pictures) * width
+        return cls(width, height, head)
+
+    def place(self, column: int, line: int) -> tuple[float, float]:
+        """The upper left corner of a tile, in inches; the first column is set apart."""
+        x = MARGIN_IN + column * (self.width + GAP_IN) + (GAP_IN if column else 0)
+        top = MARGIN_IN + self.head * LINE_IN
+        return x, top + line * (self.height + 2.5 * LINE_IN)
+
+    def page(self, *, across: int, down: int) -> "_Page":
+        """A sheet of so many tiles."""
+        x, y = self.place(across, down)
+        return _Page(max(x - GAP_IN + MARGIN_IN, 2 * FILLED_IN), y + MARGIN_IN - 0.3 * LINE_IN)
+
+
 def layer_sheet(samples: Sequence[Sample], column: Column, *, title: str) -> "Figure":
     """Maps of a layer: a line a sample, a column a map.
 
@@ -211,22 +247,25 @@ def layer_sheet(samples: Sequence[Sample], column: Column, *, title: str) -> "Fi
         title: Of model and data.
     """
     k = len(column.channels)
-    words = f"{column.layer}, {k} of {number_of(column.width, 'map', 'maps')} of {column.words}"
-    page = _sheet_page(across=k + 1, down=len(samples), heading=0)
+    size, remarks = _parted([column])
+    words = f"{column.layer}, {k} of {number_of(column.width, 'map', 'maps')} of {size[0]}"
+    pictures = [*(sample.picture for sample in samples), *(maps[0] for maps in column.maps)]
+    cells = _Cells.around(pictures, head=2.9 + (1.1 if remarks else 0))
+    page = cells.page(across=k + 1, down=len(samples))
     with themed(THEMES["light"]):
         page.begin(needed_for="a picture of feature maps")
-        _heading(page, words, title)
+        _heading(page, words, title, remarks)
         for line, sample in enumerate(samples):
             about = [] if sample.id == str(sample.row) else [sample.id]
-            _tile(page, 0, line, sample.picture, f"row {sample.row}", *about, heading=0)
+            _tile(page, cells, 0, line, sample.picture, f"row {sample.row}", *about)
             for i, channel in enumerate(column.channels):
-                _map_tile(page, i + 1, line, column.maps[line][i], channel, heading=0)
+                _map_tile(page, cells, i + 1, line, column.maps[line][i], channel)
     assert page.figure is not None
     return page.figure
 
 
 def depth_sheet(sample: Sample, columns: Sequence[Column], number: int, *, title: str) -> "Figure":
-    """Maps of a sample through the depth of a network: a column a layer.
+    """Maps of a sample through the depth of a network: a column a layer, or several of many maps.
 
     Args:
         sample: What entered.
@@ -235,44 +274,66 @@ def depth_sheet(sample: Sample, columns: Sequence[Column], number: int, *, title
         title: Of model and data.
     """
     down = max(len(column.channels) for column in columns)
-    page = _sheet_page(across=len(columns) + 1, down=down, heading=2)
+    beside = 1  # tiles of a layer, side by side
+    if down > LINES_MOST:
+        beside = max(1, round(math.sqrt(down / len(columns))))
+    down = math.ceil(down / beside)
+    sizes, remarks = _parted(columns)
+    pictures = [sample.picture, *(column.maps[number][0] for column in columns)]
+    cells = _Cells.around(pictures, head=0)
+    room = cells.width * beside + GAP_IN * (beside - 1)
+    names = [_wrapped(column.layer, _letters(room, SMALL_PT, bold=True)) for column in columns]
+    n_lines = max(map(len, names))
+    cells = cells._replace(head=4.0 + 0.8 * n_lines + (1.1 if remarks else 0))
+    page = cells.page(across=len(columns) * beside + 1, down=down)
     with themed(THEMES["light"]):
         page.begin(needed_for="a picture of feature maps")
-        _heading(page, f"{sample_words(sample)}, layer by layer", title)
-        _tile(page, 0, 0, sample.picture, "input", heading=2)
-        for i, column in enumerate(columns, start=1):
-            x, y = _place(i, 0, heading=2)
-            page.text(
-                x, y - 1.25 * LINE_IN, column.layer, size_pt=SMALL_PT, bold=True, wide=TILE_IN
-            )
-            grid = f"{column.width} of {column.words}"
-            page.text(x, y - 0.45 * LINE_IN, grid, size_pt=SMALL_PT - 1, color=QUIET, wide=TILE_IN)
-            for line, channel in enumerate(column.channels):
-                _map_tile(page, i, line, column.maps[number][line], channel, heading=2)
+        _heading(page, f"{sample_words(sample)}, layer by layer", title, remarks)
+        _tile(page, cells, 0, 0, sample.picture, "input")
+        for i, column in enumerate(columns):
+            first = 1 + i * beside
+            x, y = cells.place(first, 0)
+            for line, name in enumerate(reversed(names[i])):
+                base = y - (1.25 + 0.8 * line) * LINE_IN
+                page.text(x, base, name, size_pt=SMALL_PT, bold=True, wide=room)
+            grid = f"{column.width} of {sizes[i]}"
+            page.text(x, y - 0.45 * LINE_IN, grid, size_pt=SMALL_PT - 1, color=QUIET, wide=room)
+            for at, channel in enumerate(column.channels):
+                line, step = divmod(at, beside)
+                _map_tile(page, cells, first + step, line, column.maps[number][at], channel)
     assert page.figure is not None
     return page.figure
 
 
-def _sheet_page(*, across: int, down: int, heading: int) -> "_Page":
-    x, y = _place(across, down, heading=heading)
-    return _Page(max(x - GAP_IN + MARGIN_IN, 2 * FILLED_IN), y + MARGIN_IN - 0.3 * LINE_IN)
+def _parted(columns: Sequence[Column]) -> tuple[list[str], str]:
+    """The size of the maps of each layer, and what else is to be said of them, once for all."""
+    found = [re.fullmatch(r"(\d+x\d+)(?:, | )?(.*)", column.words) for column in columns]
+    sizes = [one[1] if one else column.words for one, column in zip(found, columns, strict=True)]
+    remarks = dict.fromkeys(one[2] for one in found if one and one[2])
+    return sizes, "; ".join(remarks)
 
 
-def _place(column: int, line: int, *, heading: int) -> tuple[float, float]:
-    """The upper left corner of a tile, in inches; the first column is set apart."""
-    x = MARGIN_IN + column * (TILE_IN + GAP_IN) + (GAP_IN if column else 0)
-    top = MARGIN_IN + (2.9 + heading) * LINE_IN
-    return x, top + line * (TILE_IN + 2.5 * LINE_IN)
+def _wrapped(name: str, most: int) -> list[str]:
+    """A name in one or two lines; what is too long for them lacks its beginning."""
+    if len(name) <= most:
+        return [name]
+    name = name if len(name) <= 2 * most else f"...{name[3 - 2 * most :]}"
+    rest = len(name) - most  # letters that the second line cannot take
+    ends = [found.end() for found in re.finditer(r"[._]+", name) if rest <= found.end() <= most]
+    end = ends[-1] if ends else most
+    return [name[:end], name[end:]]
 
 
-def _heading(page: "_Page", words: str, title: str) -> None:
+def _heading(page: "_Page", words: str, title: str, remarks: str) -> None:
     page.text(MARGIN_IN, MARGIN_IN + 0.5 * LINE_IN, words, size_pt=TITLE_PT, bold=True)
     about = f"{title}; each map from dark to light on its own scale"
-    page.text(MARGIN_IN, MARGIN_IN + 1.9 * LINE_IN, about, size_pt=TEXT_PT, color=QUIET)
+    for i, line in enumerate([about, remarks] if remarks else [about]):
+        y = MARGIN_IN + (1.9 + 1.1 * i) * LINE_IN
+        page.text(MARGIN_IN, y, line, size_pt=TEXT_PT, color=QUIET)
 
 
 def _map_tile(
-    page: "_Page", column: int, line: int, values: Array, channel: int, *, heading: int
+    page: "_Page", cells: _Cells, column: int, line: int, values: Array, channel: int
 ) -> None:
     finite = values[np.isfinite(values)]
     said = "not finite"
@@ -280,14 +341,17 @@ def _map_tile(
         low, high = finite.min(), finite.max()
         is_flat = _is_flat(low, high)
         said = f"{_figure(low)} " + ("everywhere" if is_flat else f"to {_figure(high)}")
-    _tile(page, column, line, values, f"channel {channel}", said, heading=heading)
+    _tile(page, cells, column, line, values, f"channel {channel}", said)
 
 
-def _tile(page: "_Page", column: int, line: int, picture: Array, *words: str, heading: int) -> None:
+def _tile(
+    page: "_Page", cells: _Cells, column: int, line: int, picture: Array, *words: str
+) -> None:
     high, wide = picture.shape[:2]
-    w, h = TILE_IN * wide / max(high, wide), TILE_IN * high / max(high, wide)
-    x, y = _place(column, line, heading=heading)
-    axes = page.axes(x, y + (TILE_IN - h) / 2, w, h)
+    scale = min(cells.width / wide, cells.height / high)
+    w, h = wide * scale, high * scale
+    x, y = cells.place(column, line)
+    axes = page.axes(x, y + (cells.height - h) / 2, w, h)
     if picture.ndim == 2:
         low, high_value = _range(picture)
         options: dict[str, Any] = {"cmap": SCALE, "vmin": low, "vmax": high_value}
@@ -295,8 +359,14 @@ def _tile(page: "_Page", column: int, line: int, picture: Array, *words: str, he
     else:
         axes.imshow(picture, interpolation="nearest", aspect="auto")
     for i, text in enumerate(words):
-        base = y + TILE_IN + (0.85 + 0.75 * i) * LINE_IN
-        page.text(x, base, text, size_pt=SMALL_PT, wide=TILE_IN, color=QUIET if i else None)
+        base = y + cells.height + (0.85 + 0.75 * i) * LINE_IN
+        page.text(x, base, text, size_pt=SMALL_PT, wide=cells.width, color=QUIET if i else None)
+
+
+def _letters(room: float, size_pt: float, *, bold: bool) -> int:
+    """How many letters about go into so many inches."""
+    # A letter is 0.6 of its size wide in the mean, in bold some more.
+    return max(8, math.floor(room / (size_pt * PT_IN * (0.64 if bold else 0.56))))
 
 
 class _Page:
@@ -346,12 +416,10 @@ class _Page:
         """One line with its base at y, cut to the width that there is."""
         assert self.figure is not None
         room = self.width - MARGIN_IN - x if wide is None else wide
-        # A letter is 0.6 of its size wide in the mean, in bold some more.
-        most = math.floor(room / (size_pt * PT_IN * (0.64 if bold else 0.56)))
         self.figure.text(
             x / self.width,
             1 - y / self.height,
-            as_label(words, most=max(most, 8)),
+            as_label(words, most=_letters(room, size_pt, bold=bold)),
             fontsize=size_pt,
             fontweight="bold" if bold else "normal",
             color=color or "black",

@@ -19,6 +19,7 @@ from embedx.errors import (
     first_line,
     listed,
     missing_extra,
+    number_of,
 )
 from embedx.grids import Grid
 from embedx.objectives import require_class, scores_of
@@ -40,7 +41,8 @@ class Maps:
         maps: Shape ``(n, c, h, w)`` of what enters, or ``(n, h, w)``, float32 on the CPU.
         targets: Class of each sample, shape ``(n,)``.
         scores: Score of that class, shape ``(n,)``.
-        shares: Its softmax, shape ``(n,)``; the score where scores are shares already.
+        shares: Its softmax, shape ``(n,)``; the score where scores are shares already, and NaN of a
+            single score, whose softmax is always 1.
         columns: Further figures, shape ``(n,)``, by name.
     """
 
@@ -86,6 +88,11 @@ class Scored:
         Raises:
             ConfigError: There is no such class.
         """
+        if _are_equal(scores):
+            self.say_once(
+                f"all {scores.shape[1]:,} scores of {self.title} are equal, as with a head of "
+                "zeros: they do not say which class it is, nor does a map"
+            )
         if targets is None:
             return scores.detach().argmax(1)
         for target in set(targets.tolist()):
@@ -93,10 +100,17 @@ class Scored:
         return targets.to(scores.device)
 
 
+def _are_equal(scores: Tensor) -> bool:
+    """Whether no class of any sample has another score than the others."""
+    return scores.shape[1] > 1 and bool((scores == scores[:, :1]).all())
+
+
 def _told(maps: Tensor, scores: Tensor, targets: Tensor, **columns: Tensor) -> Maps:
     scores, targets = scores.detach(), targets.detach()
     are_shares = bool(((scores >= 0).all(1) & ((scores.sum(1) - 1).abs() < 1e-3)).all())
     shares = scores if are_shares else scores.softmax(1)
+    if scores.shape[1] == 1:
+        shares = torch.full_like(scores, torch.nan)
     at = targets[:, None]
     return Maps(
         maps.detach().to("cpu", torch.float32),
@@ -387,7 +401,7 @@ def _at_layer(
         except LayerError:
             raise LayerError(
                 f"layer {point.name} does not lead to the scores of {run.title}, so that it has no "
-                "gradient; choose one that does, see: python -m embedx layers"
+                "gradient; choose one that does, see: python -m embedx layers model=..."
             ) from None
 
 
@@ -402,11 +416,13 @@ class Network:
         seen: Its layers that give feature maps, in order.
         patches: Into which grids it cuts the picture, by the number of channels.
         picture: Height and width of what enters.
+        calls: How often each layer ran.
     """
 
     seen: Sequence[grids.Seen]
     patches: Mapping[int, tuple[int, int]]
     picture: tuple[int, int]
+    calls: Mapping[str, int]
 
 
 def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
@@ -429,6 +445,7 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
         grids.seen_in(module, fired, n=1, picture=picture),
         grids.patches_in(fired, n=1, picture=picture),
         picture,
+        Counter(name for name, _ in fired),
     )
 
 
@@ -444,11 +461,51 @@ def as_layer(network: Network, point: hooks.Point, activation: Tensor, *, n: int
         names = [one.name for one in network.seen if not one.is_pooled]
         others = f"; some that do: {listed(names[::-1], most=4)}" if names else ""
         raise LayerError(
-            f"layer {point.name} gives {tuple(activation.shape)} for {n} pictures of "
-            f"{network.picture[0]}x{network.picture[1]} px, which are no feature maps{others}"
+            f"layer {point.name} gives {tuple(activation.shape)} for "
+            f"{number_of(n, 'picture', 'pictures')} of {network.picture[0]}x{network.picture[1]} "
+            f"px, which are no feature maps{others}"
         )
     width = activation.shape[1] if grid.form == "first" else activation.shape[-1]
     return Layer(point, grid, width)
+
+
+def of_globs(
+    run: Scored, network: Network, points: Sequence[hooks.Point], inputs: Tensor
+) -> dict[hooks.Point, list[hooks.Point]]:
+    """What gives feature maps of each point of a glob: it, or each call of a layer by itself.
+
+    Args:
+        run: The network.
+        network: What one pass shows of it.
+        points: The points.
+        inputs: Of one picture.
+    """
+    each: dict[hooks.Point, list[hooks.Point]] = {}
+    for point in points:
+        calls = network.calls.get(point.layer, 0)
+        is_each = calls > 1 and point.call is None
+        each[point] = [
+            dataclasses.replace(point, call=call) if is_each else point
+            for call in range(calls if is_each else min(calls, 1))
+        ]
+    found: dict[hooks.Point, list[hooks.Point]] = {point: [] for point in points}
+    every = [one for several in each.values() for one in several]
+    with hooks.Capture(run.module, every, only_here=True) as got, torch.no_grad():
+        hooks.run_model(run.module, inputs.clone(), title=run.title)
+        for point, several in each.items():
+            for one in several:
+                with contextlib.suppress(LayerError):  # it gives no tensor, or no maps
+                    as_layer(network, one, got[one.name], n=1)
+                    found[point].append(one)
+    return found
+
+
+def no_layer(title: str) -> LayerError:
+    """What to say of a network without feature maps."""
+    return LayerError(
+        f"{title} has no layer that gives feature maps of the picture, as far as one pass shows; "
+        "method=input_gradient needs none"
+    )
 
 
 def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
@@ -458,14 +515,11 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
     to the scores.
 
     Raises:
-        LayerError: There are none.
+        LayerError: There are none, or no gradient comes to any of them.
     """
     seen = [one for one in network.seen if not one.is_pooled]
     if not seen:
-        raise LayerError(
-            f"{run.title} has no layer that gives feature maps of the picture; name one that does "
-            "with layers=NAME, see: python -m embedx layers"
-        )
+        raise no_layer(run.title)
     last = seen[-1]
     if last.grid.form != "tokens" or not last.grid.n_prefix:
         return last.name
@@ -478,7 +532,13 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
             with contextlib.suppress(LayerError):  # it does not lead to the scores
                 if one.grid.maps(got[point.name]).any():
                     return one.name
-    return last.name
+    why = (
+        f"all {scores.shape[1]:,} are equal, as with a head of zeros" if _are_equal(scores) else ""
+    )
+    raise LayerError(
+        f"no gradient comes from the scores of {run.title} to the tokens of the picture at any "
+        f"layer like {last.name}" + (f": {why}" if why else "; name one with layers=NAME")
+    )
 
 
 # --------------------------------------------------------------------------- by captum

@@ -54,6 +54,7 @@ NEIGHBORS_FORMAT = "embedx-neighbors"
 MAPS_FORMAT = "embedx-maps"
 FORMAT_VERSION = 1
 EMBEDDINGS_NAME = "embeddings.h5"
+MAPS_NAME = "maps.h5"
 ID_BYTES_MAX = 1024
 
 PAGE_BYTES = 4096
@@ -2607,25 +2608,36 @@ def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False)
     """What a file of embedx holds, as plain values in the order to show them.
 
     Args:
-        path: A file of embeddings, of a projection or of maps, a ``.partial`` file, a run's folder,
-            or an opened file, of which nothing is read again.
-        verify: Check every row against its checksum.
+        path: A file of embeddings, of a projection or of maps, a ``.partial`` file, the folder of a
+            run or of an explanation, or an opened file, of which nothing is read again.
+        verify: Check every row against its checksum; a projection and maps have one of the whole.
 
     Raises:
-        StoreError: It is not a file of embedx, or with ``verify`` rows do not match.
+        StoreError: It is not a file of embedx, or holds pictures alone, or with ``verify`` rows do
+            not match.
     """
     if isinstance(path, Embeddings):
         opened, path = path, path.path
     else:
         path = Path(path)
         if path.is_dir() or not path.exists():
-            path = find_embeddings(path)
+            path = _find_described(path)
         with _reading(path), _Skeleton(path) as skeleton:
             kind = _plain(skeleton._file.attrs.get("format"))
+            is_whole = skeleton.is_as_laid_out  # else it would not have opened
+        words = (
+            "the checksum of the file matches"
+            if is_whole
+            else "no: the file has lost its checksum, another program opened it for writing"
+        )
+        verified = {"verified": words} if verify else {}
         if kind == PROJECTION_FORMAT:
             projection = open_projection(path)
             shape = list(projection.coords.shape)
-            return {"file": str(path), **projection.attrs, "coords": shape} | {"file": str(path)}
+            return {"file": str(path), **projection.attrs, "coords": shape} | {
+                "file": str(path),
+                **verified,
+            }
         if kind == MAPS_FORMAT:
             maps = open_maps(path)
             held = {
@@ -2633,7 +2645,11 @@ def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False)
                 "failed_rows": int((~maps.ok).sum()),
                 f"maps/{maps.attrs['method']}": f"{list(maps.maps.shape)} {maps.maps.dtype}",
             }
-            return {"file": str(path), **held, **maps.attrs} | {"file": str(path), **held}
+            return {"file": str(path), **held, **maps.attrs} | {
+                "file": str(path),
+                **held,
+                **verified,
+            }
         opened = Embeddings(path)
     about: dict[str, Any]
     failed = int((opened.status == Status.FAILED).sum())
@@ -2666,6 +2682,29 @@ def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False)
             )
         about["verified"] = f"all {opened.n_rows} checksums match"
     return about
+
+
+def _find_described(path: Path) -> Path:
+    """The file that a folder stands for, which may be that of an explanation.
+
+    Raises:
+        StoreError: There is none.
+    """
+    if (path / EMBEDDINGS_NAME).exists() or not path.is_dir():
+        return find_embeddings(path)
+    if (path / MAPS_NAME).exists():
+        return path / MAPS_NAME
+    if (path / "config.yaml").is_file() and (n_pictures := len(list(path.glob("*.png")))):
+        raise StoreError(
+            f"{path} holds {n_pictures} pictures of feature maps and no file of numbers; look at "
+            "them, their settings are in its config.yaml"
+        )
+    if explained := sorted(path.glob(f"explain/*/{MAPS_NAME}")):
+        raise StoreError(
+            f"{path} holds no {EMBEDDINGS_NAME}, and explanations: "
+            f"{listed([str(one) for one in explained])}; name one of them"
+        )
+    return find_embeddings(path)
 
 
 def _described_projections(embeddings: Embeddings) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """The stage `explain`: folders, pictures, maps.h5, and what is refused."""
 
 import copy
+import dataclasses
 import logging
 import re
 import shlex
@@ -58,6 +59,21 @@ def net() -> nn.Sequential:
 
 def pictures_of(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.png")}
+
+
+def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What is written in each picture that is saved from here on."""
+    from embedx import figures
+
+    found: list[list[str]] = []
+    real = figures.save
+
+    def save(figure: Any, path: Path, **given: Any) -> Any:
+        found.append([text.get_text() for text in figure.texts])
+        return real(figure, path, **given)
+
+    monkeypatch.setattr(figures, "save", save)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +178,59 @@ def test_names_of_classes_say_which_one_a_label_is(tmp_path: Path) -> None:
         embedx.explain(net(), X, method="gradcam", classes="no.txt")
 
 
+def test_the_class_of_a_label_is_said_and_stands_in_the_picture(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn = drawn_texts(monkeypatch)
+    given: dict[str, Any] = {"method": "gradcam", "rows": [1], "target": "label"}
+    caplog.set_level(logging.INFO, "embedx")
+    named = list("zabcab")
+    embedx.explain(net(), X, **given, labels=named, classes=list("cabz"), out="a")
+    assert "as classes of sequential the labels are: a is 1, b is 2, c is 0, z is 3" in caplog.text
+    assert "class 1 a (of the label)" in drawn[0]
+    source = Source("some", list("abcdef"), lambda i: (X[i], 2), "f", labels_in_items=True)
+    embedx.explain(net(), source, **given, out="b")
+    assert "target=label: the label is the number of the class" in caplog.text
+    assert "class 2 (of the label)" in drawn[1]
+    given["target"] = "cat"
+    done = embedx.explain(net(), X, **given, classes=["ant", "bee", "cat", "dog"], out="c")
+    assert done.maps is not None
+    assert done.maps.targets.tolist() == [2]
+    assert "class 2 cat (chosen)" in drawn[2]
+
+
+def test_one_score_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = drawn_texts(monkeypatch)
+    module = nn.Sequential(*list(net())[:-1], nn.Linear(5, 1), nn.Sigmoid())
+    done = embedx.explain(module, X, method="gradcam", limit=1)
+    with torch.no_grad():
+        score = module(X[:1]).item()
+    assert done.maps is not None
+    assert done.maps.columns["scores"] == pytest.approx(score)
+    assert np.isnan(done.maps.columns["shares"]).all()
+    assert f"score {score:.3g}" in drawn[0]
+
+
+def test_scores_that_are_all_equal_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    module = net()
+    nn.init.zeros_(module[7].weight)
+    nn.init.zeros_(module[7].bias)
+    done = embedx.explain(module, X, method="gradcam", limit=1)
+    assert done.maps is not None
+    assert not done.maps.maps.any()
+    assert "all 4 scores of sequential are equal, as with a head of zeros" in caplog.text.lower()
+    assert "its map is zero everywhere" in caplog.text
+    vit = torchvision.models.VisionTransformer(32, 8, 2, 2, 8, 16, num_classes=3)
+    assert not vit.heads.head.weight.any()  # torchvision's own beginning
+    images = torch.randn(1, 3, 32, 32)
+    with pytest.raises(LayerError, match="no gradient comes from the scores .* all 3 are equal"):
+        embedx.explain(vit, images, method="gradcam")
+    nn.init.normal_(vit.heads.head.weight)
+    again = embedx.explain(vit, images, method="gradcam")
+    assert again.maps is not None
+    assert again.maps.attrs["layer"] == "encoder.layers.encoder_layer_1.ln_1"
+
+
 def test_a_sample_that_fails_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     def read(i: int) -> Tensor:
         if i == 1:
@@ -234,6 +303,21 @@ def test_the_baseline_is_of_pixels() -> None:
         ConfigError, match=r"baseline is a pixel from 0 \(black\) to 1 \(white\), not 2"
     ):
         embedx.explain(module, source, method="occlusion", preprocess=prepared, baseline=2.0)
+
+
+@pytest.mark.parametrize("method", ["feature_maps", "gradcam", "input_gradient"])
+def test_each_picture_says_that_weights_are_random(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = drawn_texts(monkeypatch)
+    model = models.live(net(), preprocess=None)
+    for weights, wanted in (("random, seed 0", True), ("DEFAULT", False)):
+        given = dataclasses.replace(model, weights=weights)
+        embedx.explain(given, X, method=method, limit=1, out=weights)
+        assert drawn
+        for texts in drawn:
+            assert any(text.startswith("RANDOM weights, ") for text in texts[:2]) == wanted
+        drawn.clear()
 
 
 def test_random_weights_give_another_file_and_the_same_settings_none(
@@ -334,6 +418,40 @@ def test_the_maps_that_are_drawn_are_those_of_a_plain_pass(monkeypatch: pytest.M
     assert list(spy.layers["1"].channels) == [0, 1, 2, 3]
 
 
+def test_a_glob_takes_what_gives_feature_maps_each_call_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+            self.act = nn.ReLU()
+            self.never = nn.Conv2d(3, 3, 3)
+            self.head = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.act(self.conv(self.act(x))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    module = Twice().eval()
+    spy = Spy(monkeypatch)
+    caplog.set_level(logging.INFO, "embedx")
+    embedx.explain(module, X, layers=["*", "act@1", "c*:input"], limit=2)
+    assert list(spy.layers) == ["conv", "act@0", "act@1", "conv:input"]
+    with torch.no_grad():
+        before = X[:2].relu()
+        after = module.conv(before)
+    for name, maps in (("act@0", before), ("act@1", after.relu()), ("conv:input", before)):
+        assert np.allclose(np.stack(spy.layers[name].maps), maps[:, :4], atol=1e-6)
+    assert "left out, for they give no feature maps: never, head" in caplog.text
+    with pytest.raises(
+        LayerError, match="act ran 2 times in one pass; say which call: act@0 or act@1"
+    ):
+        embedx.explain(module, X, layers=["conv", "act"])
+    with pytest.raises(LayerError, match="none of the layers of twice that match gives .*: head"):
+        embedx.explain(module, X, layers="h*")
+
+
 def test_default_layers_go_through_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Spy(monkeypatch)
     torch.manual_seed(0)
@@ -370,6 +488,13 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "gradcam", "target": [1, 2]}, ConfigError, "lists 2 classes for 4 samples"),
     ({"method": "gradcam", "target": "label"}, ConfigError, "has no labels, so target=label"),
     ({"method": "gradcam", "target": "lable"}, ConfigError, "the nearest is label"),
+    ({"method": "gradcam", "target": "cat"}, ConfigError, "by its name with classes=FILE;"),
+    (
+        {"method": "gradcam", "target": "bea", "classes": ["ant", "bee", "cow", "dog"]},
+        ConfigError,
+        "the name of one of the 4 classes; the nearest is bee",
+    ),
+    ({"method": "gradcam", "target": [1], "limit": 2}, ConfigError, "lists 1 class for 2 samples"),
     ({"method": "occlusion", "window": 40}, ConfigError, "window=40 px is larger than the pict"),
     ({"method": "occlusion", "window": 4, "stride": 5}, ConfigError, "stride=5 px leaves pixels"),
 ]
@@ -398,8 +523,13 @@ def test_models_and_data_that_cannot_be_explained_are_refused() -> None:
     source = Source("some", ["a", "b"], lambda i: 1 / 0, "f")
     with pytest.raises(DataError, match="every one of the 2 samples failed; the first, a: "):
         embedx.explain(net(), source, method="gradcam")
-    with pytest.raises(LayerError, match="has no layer that gives feature maps"):
-        embedx.explain(nn.Sequential(nn.Flatten(), nn.Linear(1152, 2)), X)
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(1152, 2))
+    for method in ("feature_maps", "gradcam"):
+        with pytest.raises(
+            LayerError, match="no layer that gives feature maps .* method=input_gradient needs none"
+        ):
+            embedx.explain(flat, X, method=method)
+    embedx.explain(flat, X, method="input_gradient")
 
 
 def test_without_captum_the_two_methods_say_how_to_install_it(
@@ -502,9 +632,12 @@ def test_the_command_line_explains(run: Run, tmp_path: Path, photos: Path) -> No
     recorded = yaml.safe_load((folder / "config.yaml").read_text())
     assert recorded["choices"] == {"model": "resnet18", "data": "folder"}
     # The command that info shows finds it done.
-    info = run("info", f"path={written}")
-    assert info.returncode == 1  # the folder holds no embeddings
-    info = run("info", f"path={written}/maps.h5")
+    info = run("info", f"path={written}", "verify=true")
+    assert re.search(r"^verified +the checksum of the file matches$", info.stdout, re.M)
+    for setting in ("method: gradcam", "target: 7", "- cat/01.jpg"):
+        assert re.search(rf"^ +{setting}$", info.stdout, re.M)
+    with pytest.raises(StoreError, match=f"and explanations: .*{folder.name}/maps.h5; name one"):
+        store.describe(folder.parent.parent)
     (again,) = re.findall(r"^again +python -m embedx (.*)$", info.stdout, re.M)
     second = run(*shlex.split(again))
     assert second.stdout.splitlines()[-2].endswith("nothing to do")
@@ -518,7 +651,10 @@ def test_the_command_line_draws_feature_maps_of_digits(run: Run, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "few" / "explain").iterdir()
     assert pictures_of(folder) == {"layer-01-layer1.png", "row-7.png"}
-    assert done.stdout.splitlines()[-1].endswith("model.input_size=32 method=gradcam")
+    kept = """model.input_size=32 'ids=["digit-0007"]' name=few method=gradcam"""
+    assert done.stdout.splitlines()[-1].endswith(kept)
+    with pytest.raises(StoreError, match="few/.* holds 2 pictures of feature maps and no file"):
+        store.describe(folder)
 
 
 def test_explanations_lie_in_the_run_of_the_same_model_and_data(

@@ -121,3 +121,57 @@ def test_a_map_of_zeros_and_maps_that_are_not_finite_are_drawn(
             assert figures._png(figure).startswith(b"\x89PNG")
     assert "not finite" in texts(nothing)
     assert not caplog.records
+
+
+NAMES = ["encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_11", "x" * 70 + ".last"]
+
+
+def test_the_heads_of_columns_are_whole_or_lack_their_beginning() -> None:
+    maps = np.ones((1, 14, 14))
+    words = "14x14 tokens, 1 before them left out"
+    columns = [Column(name, 768, words, [0], [maps]) for name in [*NAMES, "ln"]]
+    sample = Sample("0", 0, PICTURE)
+    figure = overlays.depth_sheet(sample, columns, 0, title="vit over photos")
+    written = texts(figure)
+    heads = [text for text in figure.texts if text.get_fontweight() == "bold"][1:]
+    by_column: dict[float, str] = {}
+    for text in sorted(heads, key=lambda one: -one.get_position()[1]):
+        x = text.get_position()[0]
+        by_column[x] = by_column.get(x, "") + text.get_text()
+    found = [by_column[x] for x in sorted(by_column)]
+    assert found[:2] == NAMES[:2]
+    assert found[2].startswith("...x")
+    assert found[2].endswith("x.last")
+    assert found[3] == "ln"
+    assert written.count("768 of 14x14") == 4
+    assert written.count("tokens, 1 before them left out") == 1
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.texts]
+    assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[i + 1 :])
+    alone = overlays.layer_sheet([sample], columns[0], title="vit over photos")
+    assert {"encoder.layers.encoder_layer_0, 1 of 768 maps of 14x14", words[6:]} <= set(
+        texts(alone)
+    )
+
+
+@pytest.mark.parametrize("shape", [(30, 300), (300, 30), (50, 50)])
+@pytest.mark.parametrize("n_channels", [2, 12])
+def test_sheets_are_filled(shape: tuple[int, int], n_channels: int) -> None:
+    maps = RNG.normal(size=(n_channels, shape[0] // 5, shape[1] // 5))
+    column = Column("l", 64, "6x60", list(range(n_channels)), [maps])
+    sample = Sample("0", 0, np.zeros((*shape, 3), np.uint8))
+    figure = overlays.depth_sheet(sample, [column], 0, title="t")
+    width, height = figure.get_size_inches()
+    assert height < 8
+    shown = images(figure)[1:]
+    assert len(shown) == n_channels
+    assert all(np.array_equal(one, wanted) for one, wanted in zip(shown, maps, strict=True))
+    tiles = [axes.get_position() for axes in figure.axes][1:]
+    captions = [text for text in figure.texts if text.get_text().startswith("channel ")]
+    for tile, caption in zip(tiles, captions, strict=True):
+        x, y = caption.get_position()
+        assert x == pytest.approx(tile.x0)
+        assert 0 < (tile.y0 - y) * height < 0.2  # right below its map
+        assert tile.width * width / (tile.height * height) == pytest.approx(
+            maps.shape[2] / maps.shape[1]
+        )
