@@ -803,7 +803,11 @@ def _choice(group: str) -> str:
 
 def _stage_extract(values: dict[str, Any]) -> None:
     path = _extract(values)
-    _next(f"project projection=umap {override('embeddings', path)}")
+    if values["part"] is None:
+        _next(f"project projection=umap {override('embeddings', path)}")
+    else:  # when all are made: what makes one file of them
+        typed = [word for word in _typed() if not re.match(r"\+*part=", word)]
+        _next(shlex.join(["extract", *_config_dir_words(), *typed]))
 
 
 def _extract(values: dict[str, Any]) -> Path:
@@ -825,6 +829,8 @@ def _extract(values: dict[str, Any]) -> Path:
     source = build_data()  # the quicker to fail comes first
     choices = {group: _choice(group) for group in ("model", "data")}
     config = {**values, "choices": {**choices, **_config_dir()}}
+    for key in ("n_parts", "part"):  # how the work is shared out says nothing of the file
+        config.pop(key, None)
     return extract(build_model(), source, out=folder, config=config, **settings).path
 
 
@@ -1084,7 +1090,7 @@ def run(
             )
     if not 0 <= random_state < 2**32:
         raise ConfigError(f"random_state must be 0 to 2**32 - 1, not {random_state}")
-    path = _extract(dict(extraction))
+    path = _extract({**extraction, "part": None})
 
     def compose(stage: str, *overrides: str) -> dict[str, Any]:
         word = f"embeddings={quoted(str(path))}"
