@@ -1262,8 +1262,9 @@ def _run_elsewhere(
                 reader = readers.setdefault(number, store.PartReader(store.part_path(path, number)))
                 with contextlib.suppress(StoreError):  # it is being renamed; or told when it ends
                     more = reader.read().rows_done - counted.get(number, 0)
-                    counted[number] = counted.get(number, 0) + more
-                    progress.advance(more)
+                    if more > 0:
+                        counted[number] = counted.get(number, 0) + more
+                        progress.advance(more)
 
         def ended(number: int) -> None:
             readers.pop(number, None)

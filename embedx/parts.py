@@ -31,10 +31,12 @@ class Feed(abc.ABC):
     """What tells a process which parts to make, one after the other.
 
     Attributes:
+        n_parts: How many there are in all.
         file_id: The id of the whole, as whoever asks for its parts knows it.
         identity: What decides its rows, to name a difference.
     """
 
+    n_parts: int
     file_id: str
     identity: dict[str, Any]
 
