@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -169,6 +170,10 @@ class Worker(abc.ABC):
 
     part: int | None = None
 
+    def is_there(self) -> bool:
+        """Whether it has a place to work in, so that a part does not wait with it."""
+        return True
+
     @abc.abstractmethod
     def send(self, part: int) -> None:
         """Have a part made."""
@@ -232,9 +237,10 @@ class Pool(Engine):
                             if waiting:
                                 worker = worker or start(place)  # noqa: PLW2901
                                 places[place] = worker
-                                worker.part = waiting.popleft()
-                                n_begun[worker.part] += 1
-                                worker.send(worker.part)
+                                if worker.is_there():
+                                    worker.part = waiting.popleft()
+                                    n_begun[worker.part] += 1
+                                    worker.send(worker.part)
                             continue
                         answer = worker.poll()
                         if answer is None:
@@ -512,15 +518,23 @@ class _Ray(Pool):
         self._threads = threads
         self._gpus = gpus
         self._joined = False
+        self._is_said = False
 
     @property
     def n_workers(self) -> int:
-        if isinstance(self._workers, int):
-            return self._workers
         there = self._resources()
         _, cpus, gpus = self._shares(there)
-        room = [there.get("CPU", 0.0) // cpus, *([there["GPU"] // gpus] if gpus else [])]
-        return max(1, int(min(room)))
+        room = int(min(there.get("CPU", 0.0) // cpus, there["GPU"] // gpus if gpus else math.inf))
+        if isinstance(self._workers, int):
+            if self._workers > room and not self._is_said:
+                self._is_said = True
+                log.warning(
+                    "the cluster has room for %s of %s workers: the others wait for more machines",
+                    room,
+                    self._workers,
+                )
+            return self._workers
+        return max(1, room)
 
     def _resources(self) -> dict[str, float]:
         """What the cluster has in all; it is joined, or started, when it is first asked for."""
@@ -644,6 +658,12 @@ class _RayWorker(Worker):
         self._actor = actor
         self._say = say
         self._answer: Any = None
+        self._ready = actor.__ray_ready__.remote()
+
+    def is_there(self) -> bool:
+        import ray
+
+        return bool(ray.wait([self._ready], timeout=0)[0])
 
     def send(self, part: int) -> None:
         self._answer = self._actor.make.remote(part)
