@@ -675,6 +675,10 @@ class _RayWorker(Worker):
             return None
         try:
             lines, answer = ray.get(self._answer)
+        except ray.exceptions.ActorDiedError as error:
+            if "before finishing" in str(error):
+                return Answer("its Ray actor died, killed, or with its machine")
+            return Answer(f"its Ray actor failed: {short(str(error), most=300)}")
         except ray.exceptions.RayError as error:
             return Answer(f"its Ray actor failed: {short(str(error), most=300)}")
         for line in lines:
