@@ -1,17 +1,39 @@
 """What of a layer to silence or change, said in settings, as functions of its tensor."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from embedx.checks import check_arguments
-from embedx.errors import ConfigError, LayerError, ShapeError
-from embedx.pooling import may_be_channels_last
+from embedx.errors import ConfigError, LayerError, ShapeError, listed
+from embedx.pooling import may_be_channels_last, mean_token
+
+log = logging.getLogger("embedx")
 
 _AXES = ("channels", "units", "tokens")
+
+
+@dataclasses.dataclass
+class Seen:
+    """What is known of the pass at hand.
+
+    Attributes:
+        n: How many samples went in.
+        mask: Shape ``(n, t)``, which tokens are none of padding; None where all are.
+        picture: Height and width of what entered; None where it is no picture.
+        is_plain: Whether nothing is changed, to see what the hooks alone do.
+        told: Of which ablations it was said what they do.
+    """
+
+    n: int = 0
+    mask: Tensor | None = None
+    picture: tuple[int, int] | None = None
+    is_plain: bool = False
+    told: list["Ablation"] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +42,8 @@ class Ablation:
 
     Attributes:
         at: A capture point, ``layer4``, ``fc:input``, ``layer4:grad``; globs too.
-        channels: Feature maps of ``(n, c, h, w)`` or ``(n, c, t, h, w)``, by number.
-        units: Entries along the last axis, of ``(n, d)``, ``(n, t, d)`` or, where h is w,
-            ``(n, h, w, c)``.
+        channels: Feature maps of ``(n, c, h, w)``, ``(n, c, l)`` or ``(n, c, t, h, w)``, by number.
+        units: Entries along the last axis, of ``(n, d)``, ``(n, t, d)`` or ``(n, h, w, c)``.
         tokens: Tokens of ``(n, t, d)``, by place.
         by: ``zero``; ``mean``, their average over all places of the sample, of tokens that over all
             tokens; ``scale``, times ``factor``; ``patch``, ``value`` in their place.
@@ -54,16 +75,38 @@ class Ablation:
         numbers = getattr(self, axis)
         return axis, [numbers] if isinstance(numbers, int) else list(numbers)
 
-    def __call__(self, value: Tensor) -> Tensor:
+    def changed(self, value: Tensor, seen: Seen) -> Tensor:
         """The tensor with that part of it changed.
+
+        Args:
+            value: What the layer gives, shape ``(n, ...)``.
+            seen: What is known of the pass.
 
         Raises:
             LayerError: A number is out of the range of the layer.
-            ShapeError: The layer has no such axis, or nothing to average over.
+            ShapeError: The layer has no such axis, or nothing to average over, or its first axis is
+                not that of the samples.
         """
         name, numbers = self._chosen
-        axis = self._axis(name, value)
+        if not value.ndim or len(value) != seen.n:
+            raise ShapeError(
+                f"ablate: {self.at} gives {tuple(value.shape)} for {seen.n} samples, so its first "
+                "axis is not that of the samples; change it from Python, with embedx.intervene"
+            )
+        axis = self._axis(name, value, seen)
+        if self not in seen.told:
+            seen.told.append(self)
+            shape = ", ".join(map(str, value.shape[1:]))
+            log.info(
+                "ablate: %s gives (n, %s), of which %s %s are along axis %s",
+                *(self.at, shape, name, listed(list(map(str, numbers))), axis),
+            )
         size = value.shape[axis]
+        has_mask = seen.mask is not None and seen.mask.shape == value.shape[:2]
+        if name == "tokens" and has_mask:  # of texts that are shorter there is nothing to change
+            numbers = [number for number in numbers if not size <= number]
+            if not numbers:
+                return value
         if strange := [number for number in numbers if not 0 <= number < size]:
             raise LayerError(
                 f"ablate: {self.at} has {size:,} {name}, numbered 0 to {size - 1}, and not "
@@ -79,8 +122,9 @@ class Ablation:
         elif self.by == "patch":
             assert self.value is not None
             chosen = torch.full_like(chosen, self.value)
-        elif name == "tokens":
-            chosen = value.mean(axis, keepdim=True).expand_as(chosen)
+        elif value.ndim == 3 and name != "channels":
+            mean = mean_token(value, mask=seen.mask if has_mask else None)[:, None]
+            chosen = (mean if name == "tokens" else mean[..., index]).expand_as(chosen)
         else:
             places = [i for i in range(1, value.ndim) if i != axis]
             if not places:
@@ -91,10 +135,10 @@ class Ablation:
             chosen = chosen.mean(places, keepdim=True).expand_as(chosen)
         return value.index_copy(axis, index, chosen)
 
-    def _axis(self, name: str, value: Tensor) -> int:
-        is_last = may_be_channels_last(value)
+    def _axis(self, name: str, value: Tensor, seen: Seen) -> int:
+        is_last = may_be_channels_last(value, picture=seen.picture)
         fits = {
-            "channels": value.ndim >= 4 and not is_last,
+            "channels": value.ndim >= 3 and not is_last,
             "units": value.ndim in (2, 3) or is_last,
             "tokens": value.ndim == 3,
         }
@@ -137,11 +181,3 @@ def _as_ablation(given: Mapping[str, Any] | Ablation, *, where: str) -> Ablation
                 f"{where}{key} belongs to by={by}, and by is {given.by}; give both or neither"
             )
     return given
-
-
-def changes(ablations: Sequence[Ablation]) -> dict[str, Sequence[Callable[[Tensor], Tensor]]]:
-    """What :func:`embedx.hooks.intervene` takes."""
-    found: dict[str, list[Callable[[Tensor], Tensor]]] = {}
-    for one in ablations:
-        found.setdefault(one.at, []).append(one)
-    return dict(found)

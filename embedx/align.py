@@ -9,7 +9,8 @@ from embedx.matrix import Array
 
 _OF_MODEL = ("model", "weights_sha256", "code", "tokens", "preprocess", "normalize", "revisions")
 _OF_LAYER = ("pooling", "pooling_code")  # a list each, as long as that of the layers
-SPACE = (*_OF_MODEL, *_OF_LAYER)
+_AS_ASKED = ("objective", "ablate")  # where there are none, as before these could be asked for
+SPACE = (*_OF_MODEL, *_OF_LAYER, *_AS_ASKED)
 
 
 def space_of(identity: Mapping[str, Any], layer: str) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def space_of(identity: Mapping[str, Any], layer: str) -> dict[str, Any]:
         Values by the keys of ``SPACE``, but for those that the identity has not.
     """
     space = {key: identity[key] for key in _OF_MODEL if key in identity}
+    space |= {key: identity.get(key) for key in _AS_ASKED if space}
     layers = identity.get("layers")
     for key in _OF_LAYER:
         values = identity.get(key)

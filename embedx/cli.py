@@ -997,7 +997,8 @@ def _stage_explain(values: dict[str, Any]) -> None:
         words = [f"{group}={option}" for group, option in choices.items()]
         usual = OmegaConf.to_container(hydra.compose("extract", words))
         assert isinstance(usual, dict)
-        name = _run_name({**{str(key): value for key, value in usual.items()}, **values})
+        of_run = {key: values[key] for key in choices}
+        name = _run_name({**{str(key): value for key, value in usual.items()}, **of_run})
     source = build_data()  # the quicker to fail comes first
     config = {**values, "choices": {**choices, **_config_dir()}}
     run_folder = Path("outputs") / _folder_name(name)

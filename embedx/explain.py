@@ -45,6 +45,7 @@ from embedx.inputs import (
     seed_all,
 )
 from embedx.models import Model, Preprocess
+from embedx.objectives import class_of_label, read_classes
 from embedx.progress import Progress
 from embedx.store import Array, Status
 
@@ -144,8 +145,8 @@ def explain(
         target: The class: ``predicted`` (where not given), ``label`` (the sample's own), a number,
             or a number for each sample.
         classes: Names of the classes, in the order of the scores: a list, or a text file with a
-            name a line. With them the class of a ``label`` is the one of its name, without them
-            that of its number.
+            name a line. With them the class of a ``label`` is the one of its name; without them
+            that of its number, or of its place where there are as many names as scores.
         channels: Which maps of a layer: numbers, ``first`` (where not given), or ``active``, those
             with the largest mean absolute value over the samples.
         n_channels: How many are ``first`` or ``active``; 4 where not given.
@@ -230,7 +231,7 @@ def explain(
             described.module, layers, penultimate=described.layer, title=title
         )
         _require_forward(points, method)
-    class_names = _class_names(classes)
+    class_names = read_classes(classes)
     settings = {
         "method": method,
         **given,
@@ -306,7 +307,7 @@ def explain(
         ),
     }
     started = time.monotonic()
-    with store.replacing_folder(folder, foreign=_foreign) as new:
+    with _no_empty_folders(folder), store.replacing_folder(folder, foreign=_foreign) as new:
         if method == "feature_maps":
             n_failed = _draw_feature_maps(plan, new)
         else:
@@ -407,19 +408,6 @@ def _require_forward(points: Sequence[hooks.Point], method: str) -> None:
         )
 
 
-def _class_names(classes: str | Sequence[str] | None) -> list[str] | None:
-    if not isinstance(classes, str):
-        return None if classes is None else list(classes)
-    try:
-        lines = Path(classes).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text in UTF-8"
-        raise ConfigError(
-            f"classes={classes} cannot be read: {why}; name a text file with a name a line"
-        ) from None
-    return [line.strip() for line in lines if line.strip()]
-
-
 # --------------------------------------------------------------------------- the folder
 
 
@@ -454,6 +442,18 @@ def _is_done(folder: Path, file_id: str, *, overwrite: bool) -> bool:
 def _foreign(folder: Path) -> set[str]:
     """Names in a folder that are no part of an explanation."""
     return {path.name for path in folder.iterdir() if not _is_own(path)}
+
+
+@contextlib.contextmanager
+def _no_empty_folders(folder: Path) -> Iterator[None]:
+    """What is refused or stopped leaves no folder behind that was made for it."""
+    made = [above for above in folder.absolute().parents if not above.exists()]
+    try:
+        yield
+    finally:
+        for above in made:
+            with contextlib.suppress(OSError):  # it holds what was made
+                above.rmdir()
 
 
 def _is_own(path: Path) -> bool:
@@ -589,17 +589,16 @@ def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
 
 
 def _require_some(samples: _Samples, plan: _Plan) -> None:
-    """Say which samples failed.
-
-    Raises:
-        DataError: All did.
-    """
+    """Raise DataError if all samples failed."""
     if len(samples.reasons) == len(plan.rows):
         place, reason = min(samples.reasons.items())
         raise DataError(
             f"every one of the {len(plan.rows):,} samples failed; the first, "
             f"{plan.source.ids[plan.rows[place]]}: {reason}"
         )
+
+
+def _say_failed(samples: _Samples, plan: _Plan) -> None:
     for place, reason in sorted(samples.reasons.items())[:3]:
         row = plan.rows[place]
         log.warning("failed row %s, %s: %s", row, plan.source.ids[row], reason)
@@ -613,6 +612,7 @@ def _require_some(samples: _Samples, plan: _Plan) -> None:
 def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
     samples = _read(plan)
     _require_some(samples, plan)
+    _say_failed(samples, plan)
     module, title = plan.model.module, plan.model.name
     first = samples.normalize(samples.inputs[0][1][:1])
     found: dict[str, dict[int, Array]] = {}
@@ -734,6 +734,7 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
             inputs = enter(samples.normalize(tensor[kept]), places[0])
             if make is None:
                 make, facts = _maker(plan, run, samples, inputs)
+                targets = _as_classes(plan, run, targets, inputs)
             wanted = None if targets is None else torch.from_numpy(targets[places])
             got = make(run, inputs, wanted)
             progress.advance(len(places))
@@ -757,6 +758,7 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
                 for name, column in figures_of.items():
                     columns[name][place] = column[i]
     _require_some(samples, plan)
+    _say_failed(samples, plan)
     assert maps is not None
     n_empty = int((~maps.reshape(m, -1).any(1)).sum())
     if n_empty:
@@ -826,36 +828,32 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
 
 
 def _of_labels(plan: _Plan, samples: _Samples) -> Array:
+    """The label of each sample; which class that is takes the scores to say."""
     assert samples.labels is not None
     targets = samples.labels.astype(np.int64)
-    names = list(plan.source.label_names)
-    for place, label in enumerate(targets.tolist()):
-        if label < 0:
-            samples.reasons.setdefault(
-                place, "DataError: it has no label, which target=label needs"
-            )
-        elif plan.class_names is not None and names:
-            if names[label] not in plan.class_names:
-                raise ConfigError(
-                    f"the label {names[label]!r} is none of the {len(plan.class_names):,} classes; "
-                    f"the nearest are {', '.join(nearest(names[label], plan.class_names))}"
-                )
-            targets[place] = plan.class_names.index(names[label])
+    for place in np.flatnonzero(targets < 0).tolist():
+        samples.reasons.setdefault(place, "DataError: it has no label, which target=label needs")
     return targets
+
+
+def _as_classes(
+    plan: _Plan, run: saliency.Scored, targets: Array | None, inputs: Tensor
+) -> Array | None:
+    """Labels as the classes that they name, where they are the targets."""
+    of_labels = plan.target == "label"
+    if plan.class_names is None and not of_labels:
+        return targets
+    with torch.no_grad():
+        n_classes = run(inputs[:1]).shape[1]
+    names = plan.source.label_names if of_labels else ()
+    known = class_of_label(names, plan.class_names, n_classes=n_classes, title=run.title)
+    return targets if known is None or targets is None else np.append(known, -1)[targets]
 
 
 def _maker(
     plan: _Plan, run: saliency.Scored, samples: _Samples, inputs: Tensor
 ) -> tuple[Callable[..., saliency.Maps], dict[str, Any]]:
     """The method as a function of a batch, and what it does, for the file."""
-    if plan.class_names is not None:
-        with torch.no_grad():
-            n_classes = run(inputs[:1]).shape[1]
-        if n_classes != len(plan.class_names):
-            raise ConfigError(
-                f"classes has {len(plan.class_names):,} names, and {run.title} has {n_classes:,} "
-                "classes; give a name for each"
-            )
     if plan.method in saliency.ON_LAYER:
         layer = _layer(plan, run, inputs)
         is_plus = plan.method == "gradcam++"
@@ -977,7 +975,7 @@ def _caption(
     lines = [f"class {target}{name}{how}"]
     score, share = columns["scores"][place], columns["shares"][place]
     lines.append(
-        f"score {score:.3g}, softmax {share:.2f}" if score != share else f"score {score:.2f}"
+        f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
     )
     if samples.labels is not None and samples.labels[place] >= 0:
         label = int(samples.labels[place])

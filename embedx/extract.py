@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from embedx import data as sources
 from embedx import fold, hooks, models, store
 from embedx import pooling as pools
-from embedx.ablations import Ablation, as_ablations, changes
+from embedx.ablations import Ablation, Seen, as_ablations
 from embedx.checks import checked
 from embedx.columns import concatenated
 from embedx.configs import public_config, settings_sha256
@@ -66,7 +67,7 @@ from embedx.inputs import (
     workers_said,
 )
 from embedx.models import Model, Preprocess
-from embedx.objectives import Backward, Objective
+from embedx.objectives import Backward, Objective, read_classes
 from embedx.parts import Engine, Feed, append_parts, part_rows
 from embedx.pooling import Function
 from embedx.progress import Progress
@@ -93,6 +94,7 @@ def extract(
     save_outputs: bool = False,
     thumbnails: int = 32,
     objective: Objective | None = None,
+    classes: str | Sequence[str] | None = None,
     ablate: Sequence[Mapping[str, Any] | Ablation] | None = None,
     on_error: Literal["skip", "raise"] = "skip",
     out: str | os.PathLike[str] | None = None,
@@ -134,6 +136,9 @@ def extract(
         objective: What the gradients of points such as ``layer4:grad`` are of: ``predicted``, the
             score of the class with the highest one (where not given); ``loss``, the cross-entropy
             of the label; or the number of a class, for its score.
+        classes: For ``loss``: names of the classes, in the order of the scores, or a text file with
+            a name a line. The class of a label is then the one of its name; where not given that of
+            its number, or of its place where there are as many names as scores.
         ablate: Parts of layers to silence or change in the pass, a mapping each with the keys of
             :class:`~embedx.ablations.Ablation`: ``{at: layer4, channels: [3, 5], by: zero}``.
         on_error: ``skip`` marks a sample that cannot be read as failed, ``raise`` stops at it.
@@ -228,11 +233,14 @@ def extract(
         on_error=on_error,
         only_pictures=preprocess is not None,
         objective=_objective(points, objective, source),
+        classes=_classes(classes, objective),
         ablations=ablations,
         ablated=[
-            point
+            (point, one)
             for one in ablations
-            for point in hooks.resolve_points(described.module, one.at, title=described.name)
+            for point in hooks.resolve_points(
+                described.module, one.at, penultimate=described.layer, title=described.name
+            )
         ],
     )
     identity = plan.identity()
@@ -283,6 +291,7 @@ def extract(
         "save_outputs": save_outputs,
         "thumbnails": thumbnails,
         "objective": plan.objective,
+        "classes": classes,
         "ablate": [one.settings() for one in ablations] or None,
         "batch_size": batch_size,
     }
@@ -335,8 +344,9 @@ class _Plan:
     on_error: str
     only_pictures: bool
     objective: Objective | None
+    classes: list[str] | None
     ablations: list[Ablation]
-    ablated: list[hooks.Point]
+    ablated: list[tuple[hooks.Point, Ablation]]
 
     @property
     def has_own_pooling(self) -> bool:
@@ -362,6 +372,7 @@ class _Plan:
         return {
             **({} if tokenizer is None else {"tokenizer": tokenizer.config()}),
             **({} if self.objective is None else {"objective": self.objective}),
+            **({} if self.classes is None else {"classes": self.classes}),
             **({"ablate": ablated} if ablated else {}),
             "model": self.model.source,
             "weights_sha256": self.model.weights_sha256,
@@ -422,6 +433,12 @@ def _objective(
     return asked
 
 
+def _classes(classes: str | Sequence[str] | None, objective: Objective | None) -> list[str] | None:
+    if classes is not None and objective != "loss":
+        raise ConfigError("classes has no use without objective=loss; leave it out")
+    return read_classes(classes)
+
+
 def _normalized(model: Model, points: Sequence[hooks.Point], asked: bool | None) -> list[bool]:
     """Whether the rows of each point are scaled to length 1."""
     if asked is not None:
@@ -480,19 +497,19 @@ def _is_begun(partial: Path, identity: Mapping[str, Any]) -> bool:
     """Whether a run that was to overwrite a file with this one was stopped."""
     with contextlib.suppress(StoreError):  # damaged: the file stays as it is
         there = store.Embeddings(partial).identity if partial.exists() else {}
-        return all(there.get(key) == value for key, value in identity.items())
+        return bool(there) and all(there.get(k) == identity.get(k) for k in {**there, **identity})
     return False
 
 
 def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source | Shards) -> None:
     """Raise if the file that is there belongs to another run, naming the first difference."""
     there = store.Embeddings(present).identity
-    differing = [key for key, value in identity.items() if there.get(key) != value]
+    differing = [key for key in {**identity, **there} if there.get(key) != identity.get(key)]
     if not differing:
         return
     late = ["rows", "code", "items", "columns", "revisions"]
     key = min(differing, key=late.__contains__)
-    was, now = there.get(key), identity[key]
+    was, now = there.get(key), identity.get(key)
     if isinstance(was, dict) and isinstance(now, dict):
         others = {name for name in was | now if was.get(name) != now.get(name)}
         was, now = ({k: v for k, v in one.items() if k in others} for one in (was, now))
@@ -1472,7 +1489,8 @@ def _forward(plan: _Plan) -> Iterator[Any]:
         # another batch, or look at strides: only what is known is run otherwise than as written.
         is_known = fold.is_known(module)
         if is_known:
-            stack.enter_context(fold.folded(module, [*plan.points, *plan.ablated]))
+            ablated = [point for point, _ in plan.ablated]
+            stack.enter_context(fold.folded(module, [*plan.points, *ablated]))
         elif names := _own_generators(module):
             log.warning(
                 "%s has a random generator of its own, which goes on from pass to pass: %s; if it "
@@ -1481,38 +1499,75 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 listed(names),
             )
         memory = _Memory(plan, is_known=is_known)
-        backward = None
-        if plan.objective is not None:
-            stack.enter_context(hooks.frozen(module))
-            backward = Backward(
-                plan.objective, title=plan.model.name, label_names=plan.source.label_names
-            )
-        ablated = hooks.intervene(module, changes(plan.ablations))
-        stack.callback(ablated.remove)
+        seen = Seen()
         got = stack.enter_context(
             hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
         )
+        ablating: hooks.Intervention | None = None
+        backward = None
+        if plan.objective is not None:
+            backward = Backward(
+                plan.objective,
+                got,
+                title=plan.model.name,
+                label_names=plan.source.label_names,
+                classes=plan.classes,
+            )
 
         def run(inputs: Inputs, labels: Tensor | None, n: int) -> Any:
             """One pass, and one back where gradients are wanted."""
-            with (
-                torch.set_grad_enabled(backward is not None),
-                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
-            ):
-                output = hooks.run_model(module, inputs, title=plan.model.name)
-            if backward is not None:
-                backward.run(output, labels, n=n)
+            seen.n, seen.mask, seen.picture = n, rows.mask, rows.picture
+            with contextlib.ExitStack() as block:
+                if backward is not None:
+                    inputs = block.enter_context(hooks.differentiable(module, inputs))
+                with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+                    output = hooks.run_model(module, inputs, title=plan.model.name)
+                if backward is not None:
+                    backward.run(output, labels, n=n)
             return output
 
         is_checked = False
+        is_looked_at = backward is None and not plan.ablated
+        is_padding_checked = plan.model.tokenizer is None
+
+        def look_first(inputs: Inputs, labels: Tensor | None, n: int, seed: int) -> None:
+            """Set the ablations, and see by passes of the first batch that nothing else changes."""
+            nonlocal ablating
+            if backward is not None:
+                got.remove()
+            seed_all(seed, plan.device)
+            with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+                plain = hooks.run_model(module, _copied(inputs), title=plan.model.name)
+            got.set()
+            if plan.ablated:
+                ablating = _ablating(plan, seen)
+                stack.callback(ablating.remove)
+                seen.is_plain = True
+                seed_all(seed, plan.device)
+                output = run(_copied(inputs), labels, n)
+                seen.is_plain = False
+                ablating.require_fired()
+                _require_same_output(plan, plain, output)
+                rows_before = {point.name: got[point.name] for point in plan.points}
+                seed_all(seed, plan.device)
+                run(_copied(inputs), labels, n)
+                if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
+                    log.warning(
+                        "the ablations change none of the rows of the first batch: they are of "
+                        "layers that do not lead to %s",
+                        ", ".join(rows_before),
+                    )
+            elif backward is not None:
+                seed_all(seed, plan.device)
+                _require_same_output(plan, plain, run(_copied(inputs), labels, n))
+            seed_all(seed, plan.device)
 
         def forward(batch: Batch, piece: Piece) -> _Results:
-            nonlocal is_checked
+            nonlocal is_checked, is_looked_at, is_padding_checked
             first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
             labels = _labels_of(plan, batch, piece)
-            with (
-                torch.no_grad()
-            ):  # inference tensors in a model's own cache could not be trained on
+            # Not inference mode: a model's own cache could not be trained on afterwards.
+            with torch.no_grad():
                 memory.before_pass()
                 inputs = placed(piece.inputs, plan.device)
                 seed_all(first, plan.device)
@@ -1527,6 +1582,9 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 rows.picture = picture_size(
                     [inputs] if isinstance(inputs, Tensor) else inputs.values()
                 )
+                if not is_looked_at:
+                    is_looked_at = True
+                    look_first(inputs, labels, piece.size, first)
                 output = run(inputs, labels, piece.size)
                 memory.after_pass()
                 try:
@@ -1538,9 +1596,12 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     logits = _logits(output, plan.model.name, piece.size)
                     arrays["outputs/logits"] = logits
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
-                ablated.require_fired()
                 # The first pass was whole: it has shown that each layer runs once.
                 got.stops_early = is_known and not plan.save_outputs and backward is None
+                if not is_padding_checked and isinstance(inputs, dict):
+                    is_padding_checked = _require_padding_unseen(
+                        plan, got, rows, run, inputs, labels
+                    )
                 if not is_checked and piece.size > 1:
                     is_checked = True
                     if piece.size in _other_sizes(inputs) | rows.other_sizes:
@@ -1656,6 +1717,92 @@ def _labels_of(plan: _Plan, batch: Batch, piece: Piece) -> Tensor | None:
     return torch.from_numpy(np.asarray(labels, np.int64)).to(plan.device)
 
 
+def _ablating(plan: _Plan, seen: Seen) -> hooks.Intervention:
+    changes: dict[str, list[hooks.Change]] = {}
+    for point, one in plan.ablated:
+        change = functools.partial(_unless_plain, one, seen)
+        changes.setdefault(point.name, []).append(change)
+    return hooks.intervene(plan.model.module, changes)
+
+
+def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
+    return value if seen.is_plain else ablation.changed(value, seen)
+
+
+def _copied(inputs: Inputs) -> Inputs:
+    """A model may work in place on what enters it."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone()
+    return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def _require_same_output(plan: _Plan, plain: Any, output: Any) -> None:
+    """Raise LayerError if the model gives something else when gradients or changes are asked for.
+
+    Copies go on in place of some tensors then: what a layer does to them in place, others do not
+    see that hold the tensor itself.
+    """
+    tensors = zip(_tensors_in(plain), _tensors_in(output), strict=False)
+    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
+    if not all(_is_alike(one, other, most=most) for one, other in tensors):
+        names = ", ".join(
+            [p.name for p in plan.points if p.is_gradient] or [p.name for p, _ in plan.ablated]
+        )
+        raise LayerError(
+            f"{plan.model.name} gives something else when {names} is asked for: a layer there "
+            "works in place on what another one takes too; name the layer before, or one around it"
+        )
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors_in(value)
+
+
+def _require_padding_unseen(
+    plan: _Plan,
+    got: hooks.Capture,
+    rows: Rows,
+    run: Callable[[Inputs, Tensor | None, int], Any],
+    inputs: dict[str, Tensor],
+    labels: Tensor | None,
+) -> bool:
+    """See that the most padded text of a batch has the row that it has alone.
+
+    Returns:
+        Whether there was padding to see it by.
+
+    Raises:
+        ModelError: It has another one: the network takes a mask of padding and does not keep to it.
+    """
+    mask = inputs["attention_mask"] != 0
+    lengths = mask.sum(1)
+    i = int(lengths.argmin())
+    if lengths[i] == mask.shape[1]:
+        return False
+    before = {point.name: got[point.name][i].clone() for point in plan.points}
+    is_text = mask[i]
+    alone = {name: tensor[i : i + 1, is_text] for name, tensor in inputs.items()}
+    rows.mask = None if rows.mask is None else rows.mask[i : i + 1, is_text]
+    seed_all(0, plan.device)
+    run(alone, None if labels is None else labels[i : i + 1], 1)
+    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
+    for name, row in before.items():
+        if got[name].shape[1:] == row.shape and not _is_alike(got[name][0], row, most=most):
+            raise ModelError(
+                f"{plan.model.name} gives a text another row at {name} when it is padded beside "
+                "longer ones, though it takes an attention_mask; such rows would hang on their "
+                "batch: use batch_size=1, or another encoder"
+            )
+    return True
+
+
 def _require_samples_first(
     plan: _Plan,
     got: hooks.Capture,
@@ -1730,6 +1877,15 @@ def _is_near(rows: Tensor, others: Tensor) -> bool:
     return rows.shape == others.shape and torch.allclose(
         rows.double(), others.double(), rtol=1e-3, atol=1e-6, equal_nan=True
     )
+
+
+def _is_alike(values: Tensor, others: Tensor, *, most: float) -> bool:
+    """Whether they differ by at most a share of the largest."""
+    if values.shape != others.shape:
+        return False
+    ours, theirs = values.detach().double(), others.detach().double()
+    apart = (ours - theirs).nan_to_num(0).abs().amax() if ours.numel() else 0.0
+    return bool(apart <= most * theirs.nan_to_num(0).abs().amax() + 1e-30) if ours.numel() else True
 
 
 def _logits(output: Any, model: str, size: int) -> Array:

@@ -112,6 +112,8 @@ def code_sha256(module: nn.Module, *, arguments: Mapping[str, Any] | None = None
     everywhere = nn.modules.module
     for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
         parts += reader.hooks(hooks)
+    for hooks in (everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks):
+        parts += reader.hooks(hooks)  # nothing where there are none, as before they were read
     parts += reader.variables()
     return _hash(parts).hex()
 
@@ -159,6 +161,7 @@ _PLAIN = frozenset([bool, int, float, complex, str, types.NoneType, types.Ellips
 _DEEPEST = 100  # of values inside one another; a longer chain, which would exhaust Python's stack,
 _PIECES_MOST = 10_000  # is read in pieces: so many, for one that makes its next link when asked
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _WEIGHTS = ("_parameters", "_buffers", "training")
 # Lightning's trainer holds the data and the state of a training, and no pass reads it.
 _TENSORS = frozenset([Tensor, nn.Parameter, nn.Buffer])
@@ -210,6 +213,8 @@ class _Reader:
         for key in _HOOKS:
             yield key
             yield from self.hooks(vars(module).get(key, {}))
+        for key in _BACKWARD_HOOKS:
+            yield from self.hooks(vars(module).get(key, {}))
         if isinstance(module, torch.jit.ScriptModule):
             # Numbered in the order in which a process made them.
             yield re.sub(r"___torch_mangle_\d+\.", "", str(getattr(module, "code", "")))
@@ -255,13 +260,18 @@ class _Reader:
         return self.digest(_without_tensors(value))
 
     def hooks(self, hooks: Mapping[int, Any]) -> list[bytes]:
-        """Those of others: ours only look. The keys are left out: they count within a process."""
-        owners = {key: getattr(hook, "func", hook) for key, hook in hooks.items()}
-        return [
-            self.digest(hook)
-            for key, hook in hooks.items()
-            if not str(getattr(owners[key], "__module__", "")).startswith("embedx.")
-        ]
+        """What they are, of ours what they decide, which is nothing where they only look.
+
+        The keys are left out: they count within a process.
+        """
+        found = []
+        for hook in hooks.values():
+            owner = getattr(hook, "func", hook)
+            is_ours = str(getattr(owner, "__module__", "")).startswith("embedx.")
+            what = getattr(owner, "decides", None) if is_ours else hook
+            if what is not None:
+                found.append(self.digest(what))
+        return found
 
     def _parts(self, value: Any) -> Iterator[str | bytes | memoryview]:
         kind = type(value)

@@ -18,6 +18,8 @@ _KNOWN = ("torch.nn.", "torchvision.", "timm.", "transformers.", "efficientnet_l
 # Where methods of their classes, and what is wrapped around these, come from.
 _WRITERS = ("torch.", *_KNOWN, "contextlib.", "functools.", "typing_extensions.")
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def is_known(module: nn.Module) -> bool:
     """Whether all code of a network is of libraries whose networks keep nothing, and has no hooks.
@@ -27,12 +29,10 @@ def is_known(module: nn.Module) -> bool:
     """
     everywhere = nn.modules.module
     return (
-        not everywhere._global_forward_hooks
-        and not everywhere._global_forward_pre_hooks
+        not any(getattr(everywhere, f"_global{kind}") for kind in _HOOKS)
         and all(
             f"{type(child).__module__}.".startswith(_KNOWN)
-            and not child._forward_hooks
-            and not child._forward_pre_hooks
+            and not any(getattr(child, kind) for kind in _HOOKS)
             and not _has_own_methods(child)
             for child in module.modules()
         )

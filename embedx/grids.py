@@ -118,14 +118,14 @@ class Seen:
 
     Attributes:
         name: Of the module, with ``@CALL`` where it runs more than once.
-        output: What it gave, as it was at the end of the pass.
+        shape: Of what it gave.
         grid: Where the maps are.
         is_pooled: Whether it is what a pooling layer gave.
         has_parts: Whether the module has modules in it.
     """
 
     name: str
-    output: Tensor
+    shape: tuple[int, ...]
     grid: Grid
     is_pooled: bool
     has_parts: bool
@@ -166,7 +166,7 @@ def seen_in(
         is_bare = re.search("Dropout|Identity|Softmax", type(modules[name]).__name__)
         if grid is not None and name and not is_bare:
             has_parts = next(modules[name].children(), None) is not None
-            seen.append(Seen(point, output, grid, pooled[id(output)], has_parts))
+            seen.append(Seen(point, tuple(output.shape), grid, pooled[id(output)], has_parts))
     return seen
 
 

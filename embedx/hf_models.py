@@ -409,7 +409,7 @@ def _cutting(tokenizer: Any, length: int, sentence: _Sentence) -> Tokenizer:
         others = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
     backend.no_padding()
-    backend.enable_truncation(length)
+    backend.enable_truncation(length, direction=tokenizer.truncation_side)
     pad = tokenizer.pad_token_id
     return Tokenizer(
         backend=backend,

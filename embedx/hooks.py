@@ -16,6 +16,7 @@ import random
 import re
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -249,6 +250,60 @@ class _FastPathsOff:
 _FAST_PATHS_OFF = _FastPathsOff()
 
 
+class _CompiledOff:
+    """What was compiled runs as it is written while anything is changed in it.
+
+    It would know nothing of the change, or if it was compiled meanwhile, go on with it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0 and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_COMPILED_OFF = _CompiledOff()
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A call of a layer that has not ended yet.
+
+    Attributes:
+        number: Which one it is in the pass, from 0; a layer that calls itself has several.
+        versions: How often what entered had been worked on in place, by the id of the tensor.
+        copies: What entered in place of a tensor, to be differentiated at, by the name of a point.
+    """
+
+    number: int
+    versions: dict[int, int]
+    copies: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Entry":
+        given = (*args, *kwargs.values())
+        tensors = [one for one in given if isinstance(one, Tensor) and not one.is_inference()]
+        return cls(number, {id(one): one._version for one in tensors})
+
+    def passed_on(self, value: Tensor) -> bool:
+        """Whether what a layer gave is what entered it, untouched, which others may take too."""
+        return not value.is_inference() and self.versions.get(id(value)) == value._version
+
+
 @dataclasses.dataclass
 class _Pass:
     """What fired in the latest pass of a thread, whose beginning was seen or not.
@@ -256,15 +311,19 @@ class _Pass:
     Attributes:
         has_begun: Whether it was.
         calls: How often each layer ran.
+        entries: The calls of each layer that have not ended.
         tensors: What was captured; gradients come when they are computed.
-        awaited: Points whose gradient will come with a backward pass.
+        awaited: Where the gradient of a point will come by, in the graph.
+        again: Points at which a second gradient came by.
         scores: What layers gave of which a ``badge`` was taken, as the model has to give it too.
     """
 
     has_begun: bool = False
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    entries: dict[str, list[_Entry]] = dataclasses.field(default_factory=dict)
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    awaited: set[str] = dataclasses.field(default_factory=set)
+    awaited: dict[str, Any] = dataclasses.field(default_factory=dict)
+    again: set[str] = dataclasses.field(default_factory=set)
     scores: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -276,9 +335,9 @@ class Capture(Mapping[str, Tensor]):
     threads run the model, each reads what its own passes gave. What ``backward()`` runs again
     (activation checkpointing) belongs to no pass.
 
-    Gradients are there after ``backward()`` of what the model gave, and are those of what that was
-    called on: of a sum over a batch, each sample has its own. They come also where all parameters
-    are frozen, and at a layer that another one works on in place.
+    Gradients are there after ``backward()`` of what the model gave. They are those of the latest
+    one, and of what it was called on: of a sum over a batch, each sample has its own. They come
+    also where all parameters are frozen, and at a layer that another one works on in place.
 
     Args:
         module: The model.
@@ -315,6 +374,7 @@ class Capture(Mapping[str, Tensor]):
         self._is_reset = False
         self._watched: dict[str, Any] = {}
         self._gradients: dict[str, Tensor] = {}
+        self._said: set[str] = set()
         self.stops_early = False
 
     def __enter__(self) -> "Capture":
@@ -406,6 +466,11 @@ class Capture(Mapping[str, Tensor]):
         calls = latest.calls[point.layer]
         # Later calls may be those of later passes, where no pass was seen to begin.
         is_told = latest.has_begun or self._is_reset or calls == (point.call or 0) + 1
+        if point.what == "badge" and not latest.has_begun and calls:
+            raise LayerError(
+                f"{name}: whether {point.layer} gives the class scores is seen where the model "
+                "itself is called, not a method of it"
+            )
         if name in latest.tensors and (calls == 1 if point.call is None else is_told):
             return latest.tensors[name]
         raise self._explain(point, calls, is_told=is_told)
@@ -476,37 +541,57 @@ class Capture(Mapping[str, Tensor]):
                     f"a hook that may change what enters {layer} was set on it after the capture "
                     "began; set it before, or call the model itself, not a method of it"
                 )
-            self._own().calls[layer] += 1
+            latest = self._own()
+            entry = _Entry.of(latest.calls[layer], args, kwargs)
+            latest.calls[layer] += 1
+            if len(handles) > 1:
+                latest.entries.setdefault(layer, []).append(entry)
             changed = None
             for point in inputs:
-                if not self._is_this_call(point):
+                if point.call not in (None, entry.number):
                     continue
-                value = _select_input(point, called, args, kwargs)
-                if point.is_gradient:
-                    awaited = self._await(point, _find(point, value))
-                    if awaited is not None:
-                        args, kwargs = _with_input(point, called, args, kwargs, awaited)
-                        changed = args, kwargs
-                else:
-                    self._keep(point, _find(point, value))
+                value = _find(point, _select_input(point, called, args, kwargs))
+                if not point.is_gradient:
+                    self._keep(point, value)
+                    continue
+                # Of one that works in place and says so, the tensor itself: what other layers make
+                # of it later, they make of what this one has made of it.
+                is_copied = getattr(called, "inplace", False) is not True
+                carrier = self._await(point, value, is_shared=is_copied)
+                if carrier is not value:
+                    args, kwargs = _with_input(point, called, args, kwargs, carrier)
+                    changed = args, kwargs
+                    if is_copied:
+                        entry.copies[point.name] = carrier
             self._end_if_all_fired()
             return changed
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if called is not module or not self._is_watched():
                 return None
+            latest = self._own()
+            entries = latest.entries.get(layer)
+            entry = entries.pop() if entries else _Entry(latest.calls[layer] - 1, {})
+            for name, copied in entry.copies.items():
+                if copied._version:
+                    raise LayerError(
+                        f"{name}: {layer} works in place on what enters it, and for the gradient "
+                        "it got a copy, of which others know nothing; take the gradient at the "
+                        "layer that gives it, as NAME:grad"
+                    )
             changed = None
             for point in outputs:
-                if not self._is_this_call(point):
+                if point.call not in (None, entry.number):
                     continue
                 if point.what == "badge":
-                    self._keep_badge(point, called, args, output)
+                    latest.scores[point.name] = output
+                    self._keep(point, _badge(point, called, args, output))
                     continue
                 value = _find(point, output)
                 if point.is_gradient:
-                    awaited = self._await(point, value)
-                    if awaited is not None:
-                        output = changed = _with_part(output, point.path, awaited)
+                    carrier = self._await(point, value, is_shared=entry.passed_on(value))
+                    if carrier is not value:
+                        output = changed = _with_part(output, point.path, carrier)
                 else:
                     self._keep(point, value)
             self._end_if_all_fired()
@@ -515,16 +600,13 @@ class Capture(Mapping[str, Tensor]):
         # Other hooks may change what the layer takes in or gives out: ours sees the final value.
         handles.append(module.register_forward_pre_hook(_as_written(before), with_kwargs=True))
         yield handles[0]
-        if outputs:
+        if outputs or any(point.is_gradient for point in inputs):
             handles.append(module.register_forward_hook(_as_written(after)))
             yield handles[1]
 
     def _end_if_all_fired(self) -> None:
         if self.stops_early and len(self._own().tensors) == len(self._points):
             raise _Stop
-
-    def _is_this_call(self, point: Point) -> bool:
-        return point.call is None or self._own().calls[point.layer] == point.call + 1
 
     def _keep(self, point: Point, value: Tensor) -> None:
         kept = self._reduced(point, value)
@@ -539,11 +621,15 @@ class Capture(Mapping[str, Tensor]):
                 kept = self._reduce(point, kept).detach()
         return kept
 
-    def _await(self, point: Point, value: Tensor) -> Tensor | None:
-        """Keep the gradient that will reach a tensor; a copy of it if one has to go on instead."""
+    def _await(self, point: Point, value: Tensor, *, is_shared: bool) -> Tensor:
+        """Keep the gradient that will reach a tensor.
+
+        Returns:
+            The tensor, or a copy that has to go on in its place.
+        """
         latest = self._own()  # a backward pass may run in another thread
         if not torch.is_grad_enabled():
-            return None
+            return value
         if not (value.is_floating_point() or value.is_complex()):
             raise LayerError(
                 f"{point.name}: {point.layer} has {value.dtype} there, which has no gradient; "
@@ -554,25 +640,54 @@ class Capture(Mapping[str, Tensor]):
                 f"{point.name}: {point.layer} has a tensor of torch.inference_mode() there, which "
                 "has no gradient; make the model and what enters it outside of it"
             )
-        carrier = _carrier(value, into=point.layer if point.is_at_input else None)
-        latest.awaited.add(point.name)
+        into = point.layer if point.is_at_input else None
+        carrier = _carrier(value, is_shared=is_shared, into=into)
+        latest.awaited[point.name] = torch.autograd.graph.get_gradient_edge(carrier)
         latest.tensors.pop(point.name, None)
+        # It lives on where somebody keeps it, who does not know of the copy.
+        is_cut_off = not (value.requires_grad or point.is_at_input)
+        original = weakref.ref(value) if is_cut_off else None
 
         def keep(gradient: Tensor) -> None:
+            if original is not None and original() is not None:
+                self._say_cut_off(point)
             kept = self._reduced(point, gradient)
             if kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
                 kept = kept.clone()
+            if point.name in latest.tensors:
+                latest.again.add(point.name)
             latest.tensors[point.name] = kept
 
         carrier.register_hook(keep)  # type: ignore[no-untyped-call]
-        return None if carrier is value else carrier
+        return carrier
 
-    def _keep_badge(
-        self, point: Point, called: nn.Module, args: tuple[Any, ...], output: Any
-    ) -> None:
-        latest = self._own()
-        latest.scores[point.name] = output
-        self._keep(point, _badge(point, called, args, output))
+    def _say_cut_off(self, point: Point) -> None:
+        if point.name not in self._said:
+            self._said.add(point.name)
+            log.warning(
+                "%s: the model also keeps what %s gives by itself (an attribute, a hook of its "
+                "own), and nothing before it needs a gradient: what comes by that way is left out; "
+                "let what enters the model require a gradient",
+                point.name,
+                point.layer,
+            )
+
+    def backward(self, total: Tensor) -> None:
+        """The gradients of a number at the points, and at nothing else: parameters get none.
+
+        Args:
+            total: Of the latest pass, a tensor of one number.
+        """
+        latest = self._latest()
+        for name in latest.awaited:  # of a model that differentiates within its own pass
+            latest.tensors.pop(name, None)
+        latest.again.clear()
+        torch.autograd.grad(total, list(latest.awaited.values()), allow_unused=True)
+
+    @property
+    def came_again(self) -> list[str]:
+        """The points at which more than one gradient came by since the latest pass."""
+        return sorted(self._latest().again)
 
     def _require_scores(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if module is not self._module or not self._is_watched() or _is_inner_call(module):
@@ -630,7 +745,7 @@ class Capture(Mapping[str, Tensor]):
         )
 
 
-def _carrier(value: Tensor, *, into: str | None) -> Tensor:
+def _carrier(value: Tensor, *, is_shared: bool, into: str | None = None) -> Tensor:
     """A tensor whose hooks see the gradient of what a value is now, whatever is done with it later.
 
     It is the value itself, or a copy that has to go on in its place: the hooks of a view are lost
@@ -638,17 +753,22 @@ def _carrier(value: Tensor, *, into: str | None) -> Tensor:
 
     Args:
         value: Of floats, in a pass with gradients.
-        into: The layer that the value enters, where the part of others that may take the same
-            tensor is not wanted.
+        is_shared: Whether other layers may take the same tensor, whose part in the gradient is not
+            wanted.
+        into: The layer that the copy enters, and no other: for this one it is not shared.
     """
     if not value.requires_grad:
         carrier = value.detach().requires_grad_().clone()
-    elif value.is_leaf or value._is_view() or into != getattr(value, "_embedx_into", None):
+    elif value.is_leaf or value._is_view() or (is_shared and not _is_own_copy(value, into)):
         carrier = value.clone()
     else:
         return value
     carrier._embedx_into = into  # type: ignore[attr-defined]
     return carrier
+
+
+def _is_own_copy(value: Tensor, into: str | None) -> bool:
+    return into is not None and getattr(value, "_embedx_into", None) == into
 
 
 def _is_inner_call(module: nn.Module) -> bool:
@@ -667,10 +787,15 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class _Hook:
-    """A function that a copy of the model has as well, and that no pickle of it can hold."""
+    """A function that a copy of the model has as well, and that no pickle of it can hold.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Attributes:
+        decides: What of it decides the numbers of a pass; None of one that only looks.
+    """
+
+    def __init__(self, function: Callable[..., Any], decides: Any = None) -> None:
         self._function = function
+        self.decides = decides
 
     def __call__(self, *given: Any) -> Any:
         return self._function(*given)
@@ -689,11 +814,13 @@ class _Change(_Hook):
     """One that changes what enters or leaves a layer: a capture looks after it."""
 
 
-def _as_written(function: Callable[..., Any], kind: type[_Hook] = _Hook) -> Callable[..., Any]:
+def _as_written(
+    function: Callable[..., Any], kind: type[_Hook] = _Hook, decides: Any = None
+) -> Callable[..., Any]:
     """A hook that torch does not compile, if it compiles; it would do so anew for every point."""
     if "torch._dynamo" in sys.modules:
         function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return kind(function)
+    return kind(function, decides)
 
 
 def _is_last(handle: Any) -> bool:
@@ -813,7 +940,8 @@ def _badge(point: Point, module: nn.Module, args: tuple[Any, ...], scores: Any) 
         Ash et al. 2020, Deep Batch Active Learning by Diverse, Uncertain Gradient Lower Bounds,
         arXiv:1906.03671, section 3.
     """
-    if not isinstance(module, nn.Linear) or point.path or not args:
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    if not is_linear or point.path or not args:
         raise LayerError(
             f"{point.name}: badge is of a Linear layer that gives the class scores, written "
             f"NAME:badge; {point.layer} is a {type(module).__name__}"
@@ -825,6 +953,12 @@ def _badge(point: Point, module: nn.Module, args: tuple[Any, ...], scores: Any) 
             f"{point.layer} gives {tuple(scores.shape)}"
         )
     with torch.no_grad():
+        plain = nn.functional.linear(args[0], module.weight, module.bias)  # type: ignore[arg-type]
+        if not torch.allclose(plain.float(), scores.float(), rtol=1e-2, atol=1e-2):
+            raise LayerError(
+                f"{point.name}: what {point.layer} gives is changed by a hook on it, so that the "
+                "gradient is another than that of a Linear layer"
+            )
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.detach().to(wide).softmax(1)
         weights = weights - nn.functional.one_hot(scores.argmax(1), scores.shape[1])
@@ -911,14 +1045,18 @@ class Intervention:
         self.fired: set[str] = set()
         self._module = module
         self._changes = changes
-        self._has_run = False
-        self._calls: dict[tuple[int, str], int] = {}  # by thread and layer, in the pass at hand
+        self._calls: dict[int, Counter[str]] = {}  # of layers in the pass at hand, by thread
+        self._kept: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._said: set[str] = set()
         self._stack = contextlib.ExitStack()
         modules = dict(module.named_modules())
         with contextlib.ExitStack() as stack:
             stack.enter_context(_FAST_PATHS_OFF)
+            stack.enter_context(_COMPILED_OFF)
             begin = _as_written(self._begin_pass, _Change)
             stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+            end = _as_written(self._end_pass, _Change)
+            stack.callback(module.register_forward_hook(end).remove)
             for layer in dict.fromkeys(point.layer for point in changes):
                 for handle in self._register(layer, modules[layer]):
                     stack.callback(handle.remove)
@@ -942,41 +1080,67 @@ class Intervention:
         self._stack.close()
 
     def require_fired(self) -> None:
-        """Raise LayerError if passes were run and a point has changed nothing in any."""
+        """Raise LayerError if a point has changed nothing in any pass."""
         for point in self._changes:
-            if self._has_run and point.name not in self.fired and not point.is_gradient:
+            if point.name not in self.fired:
+                what = "no gradient has reached it" if point.is_gradient else "it did not fire"
                 raise LayerError(
-                    f"{point.name} did not fire, so nothing was changed there: the layer was "
-                    "skipped by a branch or a fused path, runs less often in a pass, or its "
-                    ".forward() was called directly; choose the layer around it"
+                    f"nothing was changed at {point.name}: {what}; the model was not run, the "
+                    "layer was skipped by a branch, a fused path or a copy that was compiled "
+                    "before, runs less often in a pass, or does not lead to what was "
+                    "differentiated; choose the layer around it"
                 )
 
     def _begin_pass(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         if module is self._module and not _is_inner_call(module):
-            self._has_run = True
-            mine = threading.get_ident()
-            self._calls = {key: n for key, n in self._calls.items() if key[0] != mine}
+            self._calls[threading.get_ident()] = Counter()
+            self._kept.clear()
+
+    def _end_pass(self, module: nn.Module, _: tuple[Any, ...], __: Any) -> None:
+        """Say where the model has kept what a layer gave before it was changed."""
+        if module is not self._module or _is_inner_call(module) or torch.is_grad_enabled():
+            return  # a graph keeps what it needs, and the model does not see it
+        for name in [name for name, original in self._kept if original() is not None]:
+            if name not in self._said:
+                self._said.add(name)
+                log.warning(
+                    "%s: the model also keeps what the layer gave before it was changed, on an "
+                    "attribute or in a list; where it uses that, nothing is changed",
+                    name,
+                )
+        self._kept.clear()
 
     def _register(self, layer: str, module: nn.Module) -> Iterator[Any]:
         points = [point for point in self._changes if point.layer == layer]
 
-        def fires(point: Point, *, calls: int) -> bool:
+        def fires(point: Point, *, number: int | None) -> bool:
             if point.call is None:
                 return True
-            if torch._C._current_graph_task_id() != -1:
+            if number is None or torch._C._current_graph_task_id() != -1:
                 raise LayerError(
-                    f"{point.name}: which call it is cannot be told where backward() runs "
-                    "layers again (activation checkpointing); name the layer without @"
+                    f"{point.name}: which call it is cannot be told where a method of the model is "
+                    "called and not the model itself, or where backward() runs layers again "
+                    "(activation checkpointing); name the layer without @"
                 )
-            return point.call == calls
+            return point.call == number
+
+        numbers: dict[int, list[int | None]] = {}  # by thread; a layer may call itself
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if called is not module:  # a copy of the model
                 return None
-            place = threading.get_ident(), layer
-            calls = self._calls[place] = self._calls.get(place, -1) + 1
+            if torch.compiler.is_compiling():
+                raise LayerError(
+                    f"{layer} is being compiled while it is changed, and what is compiled would "
+                    "keep the change; run the model once before, or do not compile it"
+                )
+            calls = self._calls.get(threading.get_ident())
+            number = None if calls is None else calls[layer]
+            if calls is not None:
+                calls[layer] += 1
+            numbers.setdefault(threading.get_ident(), []).append(number)
             for point in points:
-                if point.is_at_input and fires(point, calls=calls):
+                if point.is_at_input and fires(point, number=number):
                     value = _find(point, _select_input(point, called, args, kwargs))
                     changed = self._changed(point, value)
                     args, kwargs = _with_input(point, called, args, kwargs, changed)
@@ -985,24 +1149,34 @@ class Intervention:
         def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
             if called is not module:
                 return None
-            calls = self._calls.get((threading.get_ident(), layer), 0)
+            number = numbers[threading.get_ident()].pop()
             for point in points:
-                if not point.is_at_input and fires(point, calls=calls):
+                if not point.is_at_input and fires(point, number=number):
                     changed = self._changed(point, _find(point, output))
                     output = _with_part(output, point.path, changed)
             return output
 
-        yield module.register_forward_pre_hook(_as_written(before, _Change), with_kwargs=True)
-        yield module.register_forward_hook(_as_written(after, _Change))
+        ours = {point.name: list(self._changes[point]) for point in points}
+        yield module.register_forward_pre_hook(_as_written(before, _Change, ours), with_kwargs=True)
+        handle = module.register_forward_hook(_as_written(after, _Change, ours))
+        # Before those of others, such as hooks of the model's own that collect what layers give,
+        # and after the changes that were there.
+        hooks: Any = handle.hooks_dict_ref()
+        for key in [key for key in reversed(hooks) if type(hooks[key]) is _Change]:
+            hooks.move_to_end(key, last=False)
+        yield handle
 
     def _changed(self, point: Point, value: Tensor) -> Tensor:
         if not point.is_gradient:
             self.fired.add(point.name)
+            if not point.is_at_input:
+                self._kept.append((point.name, weakref.ref(value)))
             # A copy: a change may work in place, and others may hold the same tensor.
             return self._apply(point, value.clone())
         if not torch.is_grad_enabled():
             return value
-        value = _carrier(value, into=point.layer if point.is_at_input else None)
+        into = point.layer if point.is_at_input else None
+        value = _carrier(value, is_shared=point.is_at_input, into=into)
 
         def change(gradient: Tensor) -> Tensor:
             self.fired.add(point.name)
@@ -1060,14 +1234,52 @@ def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]
 @contextlib.contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
     """Gradients at layers alone: the parameters need none, and get none, within the block."""
-    trained = [one for one in module.parameters() if one.requires_grad]
+    with _requiring(module, False):
+        yield
+
+
+@contextlib.contextmanager
+def _requiring(module: nn.Module, wanted: bool) -> Iterator[None]:
+    changed = [
+        one
+        for one in module.parameters()
+        if one.requires_grad != wanted
+        and not one.is_inference()
+        and (one.is_floating_point() or one.is_complex())
+    ]
     try:
-        for one in trained:
-            one.requires_grad_(False)
+        for one in changed:
+            one.requires_grad_(wanted)
         yield
     finally:
-        for one in trained:
-            one.requires_grad_()
+        for one in changed:
+            one.requires_grad_(not wanted)
+
+
+Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+
+
+@contextlib.contextmanager
+def differentiable(
+    module: nn.Module, inputs: Tensor | dict[str, Tensor]
+) -> Iterator[Tensor | dict[str, Tensor]]:
+    """What enters a model, so that all that it computes has a gradient, however it is frozen.
+
+    Where it is floats, it needs a gradient, and the parameters need none. Of whole numbers there is
+    no gradient: then the parameters need one, within the block.
+    """
+
+    def leaf(tensor: Tensor) -> Tensor:  # a copy of one: a first layer may work in place
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.detach().requires_grad_().clone() if is_float else tensor
+
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+    are_floats = all(one.is_floating_point() or one.is_complex() for one in tensors)
+    with _requiring(module, not are_floats), torch.enable_grad():
+        if isinstance(inputs, Tensor):
+            yield leaf(inputs)
+        else:
+            yield {name: leaf(tensor) for name, tensor in inputs.items()}
 
 
 @contextlib.contextmanager
@@ -1118,9 +1330,6 @@ def watched(
             for handle in register(name, child):
                 stack.callback(handle.remove)
         yield
-
-
-Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
 
 def run_model(module: nn.Module, inputs: Inputs, *, title: str) -> Any:

@@ -1,14 +1,28 @@
 """What gradients are of: one number a sample, made of the class scores that a model gives."""
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from embedx.errors import ConfigError, EmbedxError, LayerError, ModelError, ShapeError, first_line
-from embedx.hooks import class_scores
+from embedx.errors import (
+    ConfigError,
+    EmbedxError,
+    LayerError,
+    ModelError,
+    ShapeError,
+    first_line,
+    listed,
+    nearest,
+)
+from embedx.hooks import Capture, class_scores
+from embedx.matrix import Array
 
 log = logging.getLogger("embedx")
 
@@ -48,6 +62,79 @@ def require_class(unit: int, *, n_classes: int, key: str, title: str) -> None:
         )
 
 
+def read_classes(classes: str | Sequence[str] | None) -> list[str] | None:
+    """Names of classes in the order of the scores, as they are, or a name a line of a file.
+
+    Raises:
+        ConfigError: The file cannot be read, or a name is there twice.
+    """
+    if isinstance(classes, str):
+        try:
+            lines = Path(classes).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text in UTF-8"
+            raise ConfigError(
+                f"classes={classes} cannot be read: {why}; name a text file with a name a line"
+            ) from None
+        classes = [line.strip() for line in lines if line.strip()]
+    names = None if classes is None else list(classes)
+    if names and (twice := [name for name, n in Counter(names).items() if n > 1]):
+        raise ConfigError(f"classes names {twice[0]!r} twice; give each class once")
+    return names
+
+
+def class_of_label(
+    label_names: Sequence[str], classes: Sequence[str] | None, *, n_classes: int, title: str
+) -> Array | None:
+    """The number of the class that each label names.
+
+    Args:
+        label_names: Names of the labels; empty where labels are numbers of classes themselves.
+        classes: Names of the classes, in the order of the scores.
+        n_classes: How many scores there are.
+        title: What the user calls the model, for messages.
+
+    Returns:
+        Shape ``(len(label_names),)``: by the names of ``classes``; without these, by the number
+        where all names are whole numbers, and in their order where there are as many as classes.
+        None where labels are numbers of classes themselves.
+
+    Raises:
+        ConfigError: A label names no class, or which one is not known.
+    """
+    if classes is not None and len(classes) != n_classes:
+        raise ConfigError(
+            f"classes has {len(classes):,} names, and {title} has scores of {n_classes:,} classes; "
+            "give one name each, in their order"
+        )
+    if not label_names:
+        return None
+    are_numbers = all(re.fullmatch("0|[1-9][0-9]*", name) for name in label_names)
+    if classes is not None:
+        if strange := [name for name in label_names if name not in classes]:
+            raise ConfigError(
+                f"the label {strange[0]!r} is none of the classes; the nearest are "
+                + ", ".join(nearest(strange[0], classes))
+            )
+        return np.array([classes.index(name) for name in label_names])
+    if are_numbers:
+        numbers = np.array([int(name[:18]) for name in label_names])
+        if numbers.max() >= n_classes:
+            raise ConfigError(
+                f"the labels are numbers up to {numbers.max()}, and {title} has scores of "
+                f"{n_classes:,} classes, numbered 0 to {n_classes - 1}; choose a model that was "
+                "trained on these labels, or say which class each is: classes=FILE"
+            )
+        return numbers
+    if len(label_names) != n_classes:
+        raise ConfigError(
+            f"which of the {n_classes:,} classes of {title} the labels mean is not known: "
+            f"{listed(label_names)}; name the classes in the order of the scores: classes=FILE "
+            "with a name a line, or classes=[A,B]"
+        )
+    return np.arange(n_classes)
+
+
 class Backward:
     """The backward pass of a batch from its objective, after which gradients at layers are there.
 
@@ -57,14 +144,26 @@ class Backward:
     Args:
         objective: ``predicted``, the score of the class with the highest one; ``loss``, the
             cross-entropy of the label; or the number of a class, for its score.
+        got: The capture that the gradients are for.
         title: What the user calls the model, for messages.
         label_names: Names of the labels, as far as they have any.
+        classes: Names of the classes, in the order of the scores.
     """
 
-    def __init__(self, objective: Objective, *, title: str, label_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        got: Capture,
+        *,
+        title: str,
+        label_names: Sequence[str],
+        classes: Sequence[str] | None,
+    ) -> None:
         self._objective = objective
+        self._got = got
         self._title = title
         self._label_names = label_names
+        self._classes = classes
         self._is_said = False
 
     def run(self, output: Any, labels: Tensor | None, *, n: int) -> None:
@@ -76,7 +175,8 @@ class Backward:
             n: How many samples went in.
 
         Raises:
-            ConfigError: The objective is of a class that the model has no score of.
+            ConfigError: The objective is of a class that the model has no score of, or which
+                class a label means is not known.
             LayerError: The scores depend on no layer that was captured, as far as torch knows.
             ModelError: The backward pass failed; the cause is attached.
             ShapeError: The model gives no class scores.
@@ -84,14 +184,13 @@ class Backward:
         scores = scores_of(output, n=n, title=self._title)
         if not scores.requires_grad:
             raise LayerError(
-                f"what {self._title} gives depends on none of the layers that gradients are wanted "
-                "of: they come after it, or the model runs under torch.no_grad() or detaches; "
-                "choose others"
+                f"what {self._title} gives has no gradient: it runs under torch.no_grad(), or "
+                "detaches; choose another objective or model"
             )
         with torch.enable_grad():
             total = self._total(scores.float(), labels)
         try:
-            total.backward()  # type: ignore[no-untyped-call]
+            self._got.backward(total)
         except EmbedxError:
             raise
         except Exception as error:
@@ -101,32 +200,47 @@ class Backward:
             ) from error
 
     def _total(self, scores: Tensor, labels: Tensor | None) -> Tensor:
-        if self._objective == "predicted":
-            return scores.gather(1, scores.argmax(1, keepdim=True)).sum()
         n_classes = scores.shape[1]
-        if self._objective != "loss":
+        if self._objective not in ("predicted", "loss"):
+            assert isinstance(self._objective, int)
             require_class(self._objective, n_classes=n_classes, key="objective", title=self._title)
             return scores[:, self._objective].sum()
+        if n_classes < 2:
+            raise ConfigError(
+                f"objective={self._objective} takes scores of several classes, and {self._title} "
+                "gives one score; its gradient is objective=0"
+            )
+        if self._objective == "predicted":
+            return scores.gather(1, scores.argmax(1, keepdim=True)).sum()
         assert labels is not None
-        self._require_labels(labels, n_classes)
         return torch.nn.functional.cross_entropy(
-            scores, labels.long(), ignore_index=-1, reduction="sum"
+            scores, self._as_classes(labels, n_classes), ignore_index=-1, reduction="sum"
         )
 
-    def _require_labels(self, labels: Tensor, n_classes: int) -> None:
-        highest = max(int(labels.max()), len(self._label_names) - 1)
-        if n_classes < 2 or highest >= n_classes:
-            raise ConfigError(
-                f"objective=loss takes labels for numbers of classes, and they go up to {highest} "
-                f"where {self._title} has scores of {n_classes:,}; choose a model that was trained "
-                "on these labels, or objective=predicted"
-            )
+    def _as_classes(self, labels: Tensor, n_classes: int) -> Tensor:
+        known = class_of_label(
+            self._label_names, self._classes, n_classes=n_classes, title=self._title
+        )
+        if known is None:
+            if int(labels.max()) >= n_classes:
+                raise ConfigError(
+                    f"objective=loss takes labels for numbers of classes, and they go up to "
+                    f"{int(labels.max())} where {self._title} has scores of {n_classes:,}; choose "
+                    "a model that was trained on these labels, or objective=predicted"
+                )
+            return labels.long()
         if not self._is_said:
             self._is_said = True
-            few = ", ".join(f"{name} for {i}" for i, name in enumerate(self._label_names[:3]))
             log.info(
-                "the loss is that of the labels, taken for numbers of the %s classes of %s%s",
-                f"{n_classes:,}",
+                "the loss is that of the labels as classes of %s: %s",
                 self._title,
-                f": {few}{', ...' if len(self._label_names) > 3 else ''}" if few else "",
+                listed(
+                    [
+                        f"{name} is {number}"
+                        for name, number in zip(self._label_names, known, strict=True)
+                    ]
+                ),
             )
+        # The last one is that of -1, none.
+        table = torch.as_tensor(np.append(known, -1), device=labels.device)
+        return table[labels.long()]

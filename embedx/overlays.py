@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 # Both keep their order for common colour-vision deficiencies; of two signs, orange and purple.
 SCALE, SIGNED_SCALE = "viridis", "PuOr_r"
 STRONGEST = 0.8  # opacity of the largest value on a picture
+FLAT = 1e-5
 MOST_SHOWN = 99.5  # percentile of the values of pixels at which colours end: a few are far out
 TILE_IN, GAP_IN, LINE_IN, MARGIN_IN = 1.25, 0.1, 0.17, 0.22
 PANEL_IN = 2.9
+NARROW_IN = 1.8  # three figures below a narrower panel would touch
 FILLED_IN = 3.4  # a narrower picture has no room for its title
 TITLE_PT, TEXT_PT, SMALL_PT = 11.0, 9.0, 7.5
 PT_IN = 1 / 72
@@ -77,10 +79,15 @@ def shown(entered: Array) -> Array:
 
 
 def _range(values: Array) -> tuple[float, float]:
-    """The smallest and the largest finite value, apart from each other."""
+    """The smallest and the largest finite value, well apart from each other."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    return low, high if high > low else low + 1.0
+    return low, low + 1.0 if _is_flat(low, high) else high
+
+
+def _is_flat(low: float, high: float) -> bool:
+    """Whether values differ by no more than rounding: a scale would show that alone."""
+    return high - low <= FLAT * max(abs(low), abs(high))
 
 
 # --------------------------------------------------------------------------- maps of a class
@@ -130,10 +137,14 @@ def overlay(
     longest = max(high, wide)
     w, h = PANEL_IN * wide / longest, PANEL_IN * high / longest
     lines = [*caption, sample_words(sample)]
+    below = [measured, *(["orange: for the class, purple: against it"] if is_signed else [])]
     width = 2 * MARGIN_IN + 3 * w + 2 * GAP_IN
     width = max(width, 2 * FILLED_IN)
-    left = (width - 3 * w - 2 * GAP_IN) / 2
-    head, foot = MARGIN_IN + 3.2 * LINE_IN, MARGIN_IN + LINE_IN * (len(lines) + 3.6)
+    left = MARGIN_IN
+    head, foot = (
+        MARGIN_IN + 3.2 * LINE_IN,
+        MARGIN_IN + LINE_IN * (len(lines) + 2.8 + 0.8 * len(below)),
+    )
     page = _Page(width, head + h + foot)
     with themed(THEMES["light"]):
         figure = page.begin(needed_for="a picture of a map")
@@ -152,28 +163,25 @@ def overlay(
         colors = figure.colorbar(ScalarMappable(limits, scale), cax=bar, orientation="horizontal")
         colors.outline.set_visible(False)
         ticks = [-top, 0.0, top] if is_signed else [0.0, top / 2, top]
+        if w < NARROW_IN and not is_signed:
+            ticks = [0.0, top]
         said = [_figure(tick) for tick in ticks]
         if size.max() > top:
             said[-1] = f"\N{GREATER-THAN OR EQUAL TO} {said[-1]}"
             said[0] = f"\N{LESS-THAN OR EQUAL TO} {said[0]}" if is_signed else said[0]
         colors.set_ticks(ticks, labels=said)
         bar.tick_params(labelsize=SMALL_PT, length=2, pad=1.5, labelcolor=QUIET, color=QUIET)
-        first, _, last = bar.get_xticklabels()
+        first, *_, last = bar.get_xticklabels()
         first.set_horizontalalignment("left")
         last.set_horizontalalignment("right")
         y = head + h + 2.75 * LINE_IN
-        page.text(left + w + GAP_IN, y, measured, size_pt=SMALL_PT, color=QUIET)
-        if is_signed:
-            page.text(
-                left + 2 * (w + GAP_IN),
-                y,
-                "orange: for the class, purple: against it",
-                size_pt=SMALL_PT,
-            )
+        for i, words in enumerate(below):
+            base = y + 0.8 * i * LINE_IN
+            page.text(left + w + GAP_IN, base, words, size_pt=SMALL_PT, color=QUIET)
         for i, line in enumerate(lines):
             page.text(
                 MARGIN_IN,
-                head + h + LINE_IN * (4.4 + i),
+                head + h + LINE_IN * (3.6 + 0.8 * len(below) + i),
                 line,
                 size_pt=TEXT_PT,
                 bold=i == 0,
@@ -209,7 +217,8 @@ def layer_sheet(samples: Sequence[Sample], column: Column, *, title: str) -> "Fi
         page.begin(needed_for="a picture of feature maps")
         _heading(page, words, title)
         for line, sample in enumerate(samples):
-            _tile(page, 0, line, sample.picture, sample_words(sample), heading=0)
+            about = [] if sample.id == str(sample.row) else [sample.id]
+            _tile(page, 0, line, sample.picture, f"row {sample.row}", *about, heading=0)
             for i, channel in enumerate(column.channels):
                 _map_tile(page, i + 1, line, column.maps[line][i], channel, heading=0)
     assert page.figure is not None
@@ -253,7 +262,7 @@ def _place(column: int, line: int, *, heading: int) -> tuple[float, float]:
     """The upper left corner of a tile, in inches; the first column is set apart."""
     x = MARGIN_IN + column * (TILE_IN + GAP_IN) + (GAP_IN if column else 0)
     top = MARGIN_IN + (2.9 + heading) * LINE_IN
-    return x, top + line * (TILE_IN + 1.6 * LINE_IN)
+    return x, top + line * (TILE_IN + 2.5 * LINE_IN)
 
 
 def _heading(page: "_Page", words: str, title: str) -> None:
@@ -266,13 +275,15 @@ def _map_tile(
     page: "_Page", column: int, line: int, values: Array, channel: int, *, heading: int
 ) -> None:
     finite = values[np.isfinite(values)]
-    said = f"{_figure(finite.min())} to {_figure(finite.max())}" if finite.size else "not finite"
-    _tile(page, column, line, values, f"ch {channel}: {said}", heading=heading)
+    said = "not finite"
+    if finite.size:
+        low, high = finite.min(), finite.max()
+        is_flat = _is_flat(low, high)
+        said = f"{_figure(low)} " + ("everywhere" if is_flat else f"to {_figure(high)}")
+    _tile(page, column, line, values, f"channel {channel}", said, heading=heading)
 
 
-def _tile(
-    page: "_Page", column: int, line: int, picture: Array, words: str, *, heading: int
-) -> None:
+def _tile(page: "_Page", column: int, line: int, picture: Array, *words: str, heading: int) -> None:
     high, wide = picture.shape[:2]
     w, h = TILE_IN * wide / max(high, wide), TILE_IN * high / max(high, wide)
     x, y = _place(column, line, heading=heading)
@@ -283,7 +294,9 @@ def _tile(
         axes.imshow(picture, interpolation="nearest", aspect="auto", **options)
     else:
         axes.imshow(picture, interpolation="nearest", aspect="auto")
-    page.text(x, y + TILE_IN + 0.85 * LINE_IN, words, size_pt=SMALL_PT, wide=TILE_IN)
+    for i, text in enumerate(words):
+        base = y + TILE_IN + (0.85 + 0.75 * i) * LINE_IN
+        page.text(x, base, text, size_pt=SMALL_PT, wide=TILE_IN, color=QUIET if i else None)
 
 
 class _Page:

@@ -203,16 +203,20 @@ def _is_token(activation: Tensor, mask: Tensor) -> Tensor:
     return mask.bool().unsqueeze(2)
 
 
-def norm(activation: Tensor) -> Tensor:
+def norm(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Take the length (L2 norm) of everything of a sample, such as of its gradient.
 
     Args:
         activation: Shape ``(n, ...)``.
+        mask: Shape ``(n, t)`` where it is tokens ``(n, t, d)``, true or 1 for a token and false or
+            0 for padding, which is left out; None where all are tokens.
 
     Returns:
         Shape ``(n, 1)``, float32 or wider, in the unit of ``activation``.
     """
     wide = activation.to(torch.promote_types(activation.dtype, torch.float32))
+    if mask is not None and activation.ndim == 3:
+        wide = torch.where(_is_token(activation, mask), wide, 0)
     length: Tensor = torch.linalg.vector_norm(flatten(wide), dim=1, keepdim=True)
     return length
 

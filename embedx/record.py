@@ -271,6 +271,12 @@ class Recorder:
         n = len(first) if first.ndim else 0
         names = self._names(ids, n, epoch)
         arrays, attrs = self._rows.arrays(self._got, n=n)
+        if again := self._got.came_again:
+            raise DataError(
+                f"{', '.join(again)}: two backward passes since the last forward pass, and which "
+                "of the gradients is meant is not known; call recorder.batch() between them, or "
+                "backward() once, on the sum"
+            )
         calls = None if self._has_begun else self._require_as_often()
         if epoch is not None:
             arrays[store.column_name("epoch")] = np.full(n, _whole(epoch), np.int64)

@@ -53,6 +53,7 @@ class Rows:
         self._normalize = dict(zip((p.name for p in points), each, strict=True))
         self._tokens = tokens
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._vanished: set[str] = set()
 
     def reduce(self, point: hooks.Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
@@ -160,6 +161,15 @@ class Rows:
             )
             with np.errstate(over="ignore"):  # overflow makes the row a failed one
                 arrays[field.name] = values.astype(self._dtype, copy=False)
+            if self._dtype == np.float16 and point.name not in self._vanished:
+                is_lost = values.any(axis=1) & ~arrays[field.name].any(axis=1)
+                if is_lost.any():
+                    self._vanished.add(point.name)
+                    log.warning(
+                        "rows of %s are so small that float16 makes zeros of them; use "
+                        "dtype=float32",
+                        point.name,
+                    )
             attrs[field.name] = {
                 "layer": point.layer,
                 "what": point.what,

@@ -375,17 +375,20 @@ def _at_layer(
     """Scores, classes, and what a layer gave with its gradient."""
     gradient = dataclasses.replace(point, what=_GRADIENT_OF[point.what])
     with hooks.Capture(run.module, [point, gradient], only_here=True) as got:
-        scores = run(inputs)
+        # What enters needs a gradient too, so that it comes by all ways that lead from the layer.
+        scores = run(inputs.detach().clone().requires_grad_())
         activation = got[point.name]
         classes = run.chosen(scores, targets)
         total = scores.gather(1, classes[:, None]).sum()
-        if not total.requires_grad:
+        try:
+            if total.requires_grad:
+                got.backward(total)
+            return scores, classes, activation, got[gradient.name]
+        except LayerError:
             raise LayerError(
                 f"layer {point.name} does not lead to the scores of {run.title}, so that it has no "
                 "gradient; choose one that does, see: python -m embedx layers"
-            )
-        total.backward()  # type: ignore[no-untyped-call]
-        return scores, classes, activation, got[gradient.name]
+            ) from None
 
 
 _GRADIENT_OF = {"output": "grad", "input": "grad_input"}
@@ -466,11 +469,11 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
     last = seen[-1]
     if last.grid.form != "tokens" or not last.grid.n_prefix:
         return last.name
-    alike = [one for one in seen if one.output.shape == last.output.shape]
+    alike = [one for one in seen if one.shape == last.shape]
     points = [dataclasses.replace(hooks.parse_point(one.name), what="grad") for one in alike]
     with hooks.Capture(run.module, points, only_here=True) as got:
-        scores = run(inputs)
-        scores.max(1).values.sum().backward()  # type: ignore[no-untyped-call]
+        scores = run(inputs.detach().clone().requires_grad_())
+        got.backward(scores.max(1).values.sum())
         for one, point in zip(reversed(alike), reversed(points), strict=True):
             with contextlib.suppress(LayerError):  # it does not lead to the scores
                 if one.grid.maps(got[point.name]).any():

@@ -815,7 +815,7 @@ def pressed_tab(line: str, cwd: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "offered"),
     {
-        "embedx ex": {"extract", "export"},
+        "embedx ex": {"extract", "export", "explain"},
         "embedx extract model=res": {"model=resnet18", "model=resnet50"},
         "embedx extract +model=resnet1": {"+model=resnet18"},
         "embedx extract batch": {"batch_size="},

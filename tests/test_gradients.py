@@ -415,7 +415,7 @@ class Pictures(Net):
     ("model", "options", "words"),
     [
         (NoGradient, {}, "no gradient has reached|ran without gradients|under torch.no_grad"),
-        (Aside, {}, "depends on none of the layers .*they come after it"),
+        (Aside, {}, "no gradient has reached conv; .*choose a layer that leads"),
         (
             Aside,
             {"layers": ["conv:grad", "head:grad"], "pooling": "flatten"},
@@ -425,7 +425,11 @@ class Pictures(Net):
         (Net, {"objective": 3}, "objective=3 is out of range: net has scores of 3 classes"),
         (Net, {"objective": -1}, "objective=-1 is out of range"),
         (Net, {"objective": "loss"}, "objective=loss takes labels, and .* has none"),
-        (Net, {"objective": "loss", "labels": [*range(11)]}, "they go up to 10 where net has"),
+        (
+            Net,
+            {"objective": "loss", "labels": [*range(11)]},
+            "numbers up to 10, and net has scores of 3",
+        ),
         (Net, {"objective": "lost"}, "objective must be one of predicted, loss or a whole number"),
         (Net, {"objective": 1, "layers": "conv"}, "objective=1 has no use without a gradient"),
         (
@@ -508,3 +512,225 @@ def test_record_before_backward_says_so(tmp_path: Path) -> None:
         model(X).sum().backward()
         recorder.batch()
     assert embedx.open(tmp_path / "o").n_rows == 11
+
+
+# --------------------------------------------------------------------------- what an attacker found
+
+
+class Kept(nn.Module):
+    """It keeps what a layer gives by itself: an attribute, and a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout()
+        self.head = nn.Linear(4, 3)
+        self.kept: list[Tensor] = []
+        self.b.register_forward_hook(lambda _, __, output: self.kept.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        h = torch.tanh(self.a(x))
+        h = self.drop(self.b(h)) + h
+        scores: Tensor = self.head(h.relu()) + self.kept[0].sum(1, keepdim=True)
+        self.kept.clear()
+        return scores
+
+
+def test_a_gradient_comes_by_all_ways_and_whatever_else_is_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Kept().eval()
+    x = torch.randn(5, 4)
+    b = model.b(torch.tanh(model.a(x))).detach().requires_grad_()
+    rest = torch.tanh(model.a(x)).detach()
+    scores = model.head((b + rest).relu()) + b.sum(1, keepdim=True)
+    scores[:, 1].sum().backward()
+    assert b.grad is not None
+    for points in (["b:grad"], ["a:grad", "b:grad"]):
+        for is_frozen in (False, True):
+            model.requires_grad_(not is_frozen)
+            out = tmp_path / f"{len(points)}{is_frozen}"
+            run = embedx.extract(model, x, layers=points, objective=1, out=out)
+            assert near(torch.tensor(run.embeddings["b:grad"][:]), b.grad)
+    # Of a layer that hands on what enters it: through it alone, and not beside it.
+    through = torch.autograd.grad(
+        model.head((model.drop(b) + rest).relu())[:, 1].sum(), [b]
+    )[0]  # fmt: skip
+    for points in (["drop:grad"], ["b:grad", "drop:grad"]):
+        out = tmp_path / f"drop{len(points)}"
+        run = embedx.extract(model, x, layers=points, objective=1, out=out)
+        assert near(torch.tensor(run.embeddings["drop:grad"][:]), through)
+
+
+def test_a_frozen_model_that_keeps_a_layer_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Kept().eval().requires_grad_(False)
+    with embedx.capture(model, "b:grad"):
+        model(torch.randn(2, 4)).sum().backward()
+    assert "the model also keeps what b gives by itself" not in caplog.text  # it was let go
+    model.kept = Forever()
+    with embedx.capture(model, "b:grad"):
+        model(torch.randn(2, 4)).sum().backward()
+    assert "b:grad: the model also keeps what b gives by itself" in caplog.text
+
+
+class Forever(list[Tensor]):
+    def clear(self) -> None:
+        pass
+
+
+class Beside(nn.Module):
+    """A layer that works in place on what another one takes too."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.act = nn.ReLU(inplace=True) if inplace else Doubled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1
+        return self.head(h + self.act(h))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def test_asking_for_a_gradient_changes_nothing_or_is_refused(tmp_path: Path) -> None:
+    x = torch.randn(5, 4)
+    for inplace in (False, True):
+        model = Beside(inplace)
+        plain = model(x)
+        if inplace:
+            with embedx.capture(model, "act:grad_input") as got:
+                output = model(x)
+                output.sum().backward()
+            assert torch.equal(output, plain)
+            wanted = 2 * torch.ones(5, 3) @ model.head.weight * (model.a(x) > 0)
+            assert near(got["act:grad_input"], wanted)
+            continue
+        with (
+            embedx.capture(model, "act:grad_input"),
+            pytest.raises(LayerError, match="act works in place on what enters it"),
+        ):
+            model(x)
+        with pytest.raises(LayerError, match="works in place on what enters it"):
+            embedx.extract(model.eval(), x, layers="act:grad_input", out=tmp_path)
+        with pytest.raises(LayerError, match="gives something else when act:input is asked for"):
+            embedx.extract(
+                model.eval(), x, layers="head", ablate=[{"at": "act:input", "units": 0}],
+                out=tmp_path,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "wanted"),
+    [
+        ([2, 2, 1, 2], None, [2, 2, 1, 2]),  # 0 does not occur
+        (["b", "c", "a", "b"], None, [1, 2, 0, 1]),
+        (["dog", "cat", "dog", "cat"], ["bird", "cat", "dog"], [2, 1, 2, 1]),
+        (["1", "0", "2", "1"], ["2", "1", "0"], [1, 2, 0, 1]),
+        (["dog", "cat", "dog", "cat"], None, "which of the 3 classes of net .*cat, dog; name"),
+        (["dog", "cat", "dog", "cow"], ["dog", "cat", "owl"], "'cow' is none of the classes"),
+        (["dog", "cat", "dog", "cow"], ["dog", "cat"], "classes has 2 names, and net has scores"),
+        (["dog", "cat", "dog", "cow"], ["dog", "dog", "cow"], "classes names 'dog' twice"),
+    ],
+)
+def test_the_class_of_a_label(labels: Any, classes: Any, wanted: Any, tmp_path: Path) -> None:
+    def run(limit: int) -> Any:
+        return embedx.extract(
+            net(), X[:limit], labels=labels[:limit], layers="conv2:grad", pooling="flatten",
+            objective="loss", classes=classes, out=tmp_path / str(limit),
+        ).embeddings["conv2:grad"][:]  # fmt: skip
+
+    if isinstance(wanted, str):
+        with pytest.raises(embedx.errors.ConfigError, match=wanted):
+            run(4)
+        return
+    rows = run(4)
+    for x, label, row in zip(X, wanted, rows, strict=False):
+        got = moved(net(), x[None], lambda s, y=label: objective_of(s, y, "loss"))  # type: ignore[misc]
+        assert near(torch.tensor(row), got["conv2@0:grad"].flatten())
+    if classes or labels[0] == 2:  # fewer rows, and other labels that occur
+        assert np.allclose(run(1)[0], rows[0], atol=1e-7)
+
+
+def test_a_file_with_more_to_it_is_not_taken_for_one_with_less(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"layers": "head", "out": tmp_path}
+    embedx.extract(net(), X, ablate=[{"at": "conv2", "channels": 4}], **options)
+    with pytest.raises(embedx.errors.StoreError, match="ablate is .* there and null here"):
+        embedx.extract(net(), X, **options)
+
+
+def test_hooks_that_change_numbers_are_part_of_the_id(tmp_path: Path) -> None:
+    def run(**given: Any) -> Any:
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        return embedx.extract(model, X, out=out, layers=["head", "conv2:grad"], objective=1,
+                              pooling="flatten", **given)  # fmt: skip
+
+    model = net()
+    ids = [run().attrs["id"]]
+    for change in (lambda v: v * 2, lambda v: v * 3):
+        with embedx.intervene(model, {"conv2": change}):
+            ids.append(run().attrs["id"])
+    with embedx.capture(model, "conv"):
+        assert run().attrs["id"] == ids[0]
+    handle = model.head.register_full_backward_hook(lambda _, __, ___: None)
+    ids.append(run().attrs["id"])
+    handle.remove()
+    assert run().attrs["id"] == ids[0]
+    assert len({*ids}) == 4
+
+
+def test_a_layer_that_calls_itself_has_its_calls_by_number() -> None:
+    class Nested(nn.Module):
+        def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+            return x + depth if depth == 2 else self(x, depth + 1) * 10 + depth
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Nested()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model, x = Model(), torch.ones(2, 3)
+    with embedx.capture(model, [f"inner@{i}" for i in range(3)]) as got:
+        model(x)
+        assert [float(got[f"inner@{i}"][0, 0]) for i in range(3)] == [310.0, 31.0, 3.0]
+    with embedx.intervene(model, {"inner@2": lambda v: v * 0}):
+        assert float(model(x)[0, 0]) == 10.0
+
+
+def test_badge_of_what_is_no_plain_linear_layer_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4)), torch.randn(2, 3)
+    handle = model[0].register_forward_hook(lambda _, __, output: output / 20)
+    with embedx.capture(model, "0:badge"), pytest.raises(LayerError, match="changed by a hook"):
+        model(x)
+    handle.remove()
+    with embedx.capture(model, "0:badge") as got:
+        model[0](x)
+        with pytest.raises(LayerError, match="is seen where the model itself is called"):
+            got["0:badge"]
+
+
+def test_two_backward_passes_for_a_batch_are_refused(tmp_path: Path) -> None:
+    model = net()
+    with embedx.record(model, "conv2:grad", tmp_path / "o") as recorder:
+        scores = model(X)
+        scores[:, 0].sum().backward(retain_graph=True)
+        scores[:, 1].sum().backward()
+        with pytest.raises(embedx.errors.DataError, match="two backward passes since"):
+            recorder.batch()
+        model(X)[:, :2].sum().backward()
+        recorder.batch()
+
+
+def test_rows_that_vanish_in_half_precision_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    with torch.no_grad():
+        model.head.weight *= 1e-9
+    embedx.extract(model, X, layers="conv2:grad", pooling="flatten", dtype="float16", out=tmp_path)
+    assert "rows of conv2:grad are so small that float16 makes zeros of them" in caplog.text

@@ -80,11 +80,13 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
     assert about["License-Expression"] == "Apache-2.0"
     assert about.get_all("License-File") == ["LICENSE"]
     assert set(about.get_all("Provides-Extra") or []) == {
+        "explain",
         "viz",
         "atlas",
         "data",
         "text",
         "timm",
+        "ray",
         "sweep",
         "demo",
         "dev",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import embedx
+from embedx.ablations import Seen, as_ablations
 from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
 from tests.test_gradients import InPlace, Net, X, Y, near, net, weighted
 from tests.test_hooks import n_hooks
@@ -127,7 +128,7 @@ def test_a_layer_that_backward_runs_again_is_changed_again() -> None:
         ({"nothing": zero(0)}, "has no layer 'nothing'"),
         ({"conv2": lambda v: None}, "gives a NoneType in place of a tensor of shape"),
         ({"conv2": lambda v: v[:, 1:]}, r"gives a tensor of shape \(11, 5, 4, 4\) in place of"),
-        ({"conv2@1": zero(0)}, "conv2@1 did not fire, so nothing was changed there"),
+        ({"conv2@1": zero(0)}, "nothing was changed at conv2@1: it did not fire"),
         ({"head:badge": zero(0)}, "nothing flows through it"),
         ({"conv2": 3}, "changes must be"),
     ],
@@ -207,13 +208,12 @@ T = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(2, 3, 4)
     ],
 )  # fmt: skip
 def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) -> None:
-    model = nn.Sequential(nn.Identity())
-    from embedx.ablations import as_ablations, changes
-
+    (ablation,) = as_ablations([{"at": "0", **said}])
     before = value.clone()
-    with embedx.intervene(model, changes(as_ablations([{"at": "0", **said}]))):
-        assert torch.equal(model(value), wanted)
+    assert torch.equal(ablation.changed(value, Seen(n=len(value))), wanted)
     assert torch.equal(value, before)
+    with pytest.raises(ShapeError, match="its first axis is not that of the samples"):
+        ablation.changed(value, Seen(n=len(value) + 1))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) 
         ),
         ([{"at": "head", "units": 1, "by": "mean"}], ShapeError, "by=mean averages over places"),
         ([{"at": "nothing", "channels": 1}], LayerError, "has no layer 'nothing'"),
-        ([{"at": "relu@2", "channels": 1}], LayerError, "relu@2 did not fire"),
+        ([{"at": "relu@2", "channels": 1}], LayerError, "nothing was changed at relu@2"),
     ],
 )
 def test_wrong_ablations(ablate: Any, error: type[EmbedxError], words: str, tmp_path: Path) -> None:
@@ -256,3 +256,98 @@ def test_wrong_ablations(ablate: Any, error: type[EmbedxError], words: str, tmp_
         embedx.extract(net(), X, labels=Y, layers="head", ablate=ablate, out=tmp_path / "o")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "o").exists()
+
+
+def test_layers_whose_samples_are_not_first_are_refused(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16)  # (t, n, d)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x.transpose(0, 1)).mean(0))
+
+    for n, t in ((4, 5), (5, 5)):
+        with pytest.raises(ShapeError, match="its first axis is not that of the samples"):
+            embedx.extract(
+                Model().eval(), torch.randn(n, t, 8), layers="head",
+                ablate=[{"at": "layer", "tokens": 0}], out=tmp_path / "o",
+            )  # fmt: skip
+
+
+def test_an_ablation_without_effect_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    embedx.extract(
+        net(), X, layers="conv", pooling="gap", ablate=[{"at": "conv2", "channels": 1}],
+        out=tmp_path,
+    )  # fmt: skip
+    assert "the ablations change none of the rows of the first batch" in caplog.text
+
+
+def test_what_is_kept_elsewhere_and_collected_by_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.seen = Skips(), []
+            self.a.register_forward_hook(lambda _, __, output: self.seen.append(output))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.clear()
+            return self.a(x) * 0 + self.seen[0] + self.a.skip
+
+    class Skips(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.skip = x + 1
+            return self.skip
+
+    model, x = Keeps(), torch.ones(2, 3)
+    with torch.no_grad(), embedx.intervene(model, {"a": lambda v: v * 0}):
+        assert torch.equal(model(x), torch.full((2, 3), 2.0))  # the skip alone is as it was
+    assert caplog.text.count("a: the model also keeps what the layer gave before") == 1
+
+
+def test_penultimate_of_an_ablation_is_that_of_the_model(tmp_path: Path) -> None:
+    described = embedx.models.torchvision("resnet18", weights=None)
+    x = torch.randn(2, 3, 32, 32)
+    run = embedx.extract(described, x, ablate=[{"at": "penultimate", "units": 7}], out=tmp_path)
+    (rows,) = run.embeddings.values()
+    assert not rows[:, 7].any()
+    assert rows[:, :7].all(axis=0).any()
+
+
+def test_methods_of_a_model_and_points_that_never_fire() -> None:
+    model = net()
+
+    def never(**changes: Any) -> None:
+        with embedx.intervene(model, changes):
+            pass
+
+    with pytest.raises(LayerError, match="nothing was changed at conv: it did not fire"):
+        never(conv=zero(0))
+    with embedx.intervene(model, {"conv": zero(0)}):
+        changed = model.forward(X)
+    with embedx.intervene(model, {"conv": zero(0)}):
+        assert torch.equal(changed, model(X))
+
+    def by_method() -> None:
+        with embedx.intervene(model, {"conv@0": zero(0)}):
+            model.forward(X)
+
+    with pytest.raises(LayerError, match="where a method of the model is called"):
+        by_method()
+
+
+def test_padding_is_no_part_of_a_mean_that_takes_the_place_of_tokens() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    (tokens,) = as_ablations([{"at": "a", "tokens": [1, 2], "by": "mean"}])
+    (units,) = as_ablations([{"at": "a", "units": [0], "by": "mean"}])
+    seen = Seen(n=2, mask=mask)
+    mean = torch.stack([T[0, :2].mean(0), T[1].mean(0)])
+    assert torch.equal(tokens.changed(T, seen)[:, 1], mean)
+    assert torch.equal(units.changed(T, seen)[:, 0, 0], mean[:, 0])
+    (late,) = as_ablations([{"at": "a", "tokens": 5}])
+    assert torch.equal(late.changed(T, seen), T)  # of texts so short there is no such token
+    with pytest.raises(LayerError, match="has 3 tokens, numbered 0 to 2, and not 5"):
+        late.changed(T, Seen(n=2))

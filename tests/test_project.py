@@ -1055,7 +1055,7 @@ def test_what_a_file_does_not_say_of_its_making_is_said(
     said = [message for message in caplog.messages if "cannot be told" in message]
     assert said == [
         "whether both were made with the same model, weights_sha256, code, tokens, preprocess, "
-        "normalize, revisions, pooling, pooling_code cannot be told"
+        "normalize, revisions, pooling, pooling_code, objective, ablate cannot be told"
     ]
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 import embedx
 import embedx.extract
-from embedx import store, tar_data
+from embedx import inputs, store, tar_data
 from embedx.data import Shards
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.models import Preprocess
@@ -476,7 +476,7 @@ def test_a_shard_that_changes_under_way_fails_its_rows_and_no_others(
         return plain(self, i)
 
     monkeypatch.setattr(tar_data._Reader, "__call__", meddled)
-    monkeypatch.setattr(EXTRACT, "n_threads", lambda: 1)
+    monkeypatch.setattr(inputs, "n_threads", lambda: 1)
     run = extract(webdataset(str(folder)), tmp_path / "run", num_workers=0)
     assert run.status.tolist() == [1, 1, 2, 2] * 2
     reasons = {one["reason"] for one in store.read_reasons(run.path)}

@@ -2,10 +2,10 @@
 
 import csv
 import functools
-import importlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import embedx
-from embedx import data, models, store, text_data
+from embedx import data, inputs, models, store, text_data
 from embedx.columns import TEXT_BYTES_MOST
 from embedx.data import Source
 from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, LayerError, ModelError
@@ -27,7 +27,7 @@ from embedx.models import Model
 from tests.conftest import EXHAUSTIVE, ROOT, sha256
 
 transformers = pytest.importorskip("transformers")
-stage = importlib.import_module("embedx.extract")  # embedx.extract is the function
+
 Array = np.ndarray[Any, Any]
 
 WORDS = [*"abcdefghi", "the", "cat", "dog", "sat", "ran", "under", "tree", "house", "river"]
@@ -211,7 +211,7 @@ def source_of(read: Any, texts: list[Any]) -> Source:
 def test_an_interrupted_run_and_any_workers_give_the_same_bytes_and_read_each_text_once(
     tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "WINDOW_BATCHES", 8)
+    monkeypatch.setattr(inputs, "WINDOW_BATCHES", 8)
     whole = Asked(TEXTS)
     run = functools.partial(embedx.extract, tiny, batch_size=8)  # windows of 64 rows
     first = run(source_of(whole, TEXTS), out=tmp_path / "whole")
@@ -280,6 +280,25 @@ def test_tokens_are_those_of_the_library_however_they_are_padded(folder: Path, t
     theirs = tokenizer(TEXTS[:20], padding=True, return_tensors="pt")
     assert torch.equal(padded["input_ids"], theirs["input_ids"])
     assert torch.equal(padded["attention_mask"], theirs["attention_mask"])
+
+
+def test_a_long_text_is_cut_at_the_end_that_the_tokenizer_says(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    left = tmp_path / "left"
+    shutil.copytree(folder, left)
+    config = json.loads((left / "tokenizer_config.json").read_text())
+    (left / "tokenizer_config.json").write_text(json.dumps({**config, "truncation_side": "left"}))
+    text = " ".join(f"the cat {letter}" for letter in "abcdefghijklmnopqrstuvwxyz")
+    ids = {}
+    for side, where in (("right", folder), ("left", left)):
+        tokenizer.truncation_side = side
+        made = models.hf(str(where)).tokenizer
+        assert made is not None
+        (ids[side],), _ = made.encode([text])
+        assert ids[side] == tokenizer(text, truncation=True, max_length=POSITIONS)["input_ids"]
+    assert ids["left"] != ids["right"]
 
 
 @EXHAUSTIVE
