@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -166,9 +167,11 @@ class Worker(abc.ABC):
 
     Attributes:
         part: The one under way.
+        heard: A descriptor that can be read when there is something to poll for; -1 for none.
     """
 
     part: int | None = None
+    heard: int = -1
 
     def is_there(self) -> bool:
         """Whether it has a place to work in, so that a part does not wait with it."""
@@ -260,8 +263,9 @@ class Pool(Engine):
                         else:
                             log.warning("part %s is tried again: %s", part, answer.reason)
                             waiting.append(part)  # after the others: it may be what is wrong
-                    tick([worker.part for worker in places if worker and worker.part is not None])
-                    time.sleep(_POLL_S)
+                    busy = [worker for worker in places if worker and worker.part is not None]
+                    tick([worker.part for worker in busy if worker.part is not None])
+                    _wait(busy)
             finally:
                 _end([worker for worker in places if worker is not None])
         return failed
@@ -271,6 +275,15 @@ class Pool(Engine):
         if line not in self._said:
             self._said.add(line)
             log.warning("%s", line)
+
+
+def _wait(workers: Sequence[Worker]) -> None:
+    """Wait until one of them has said something, or for a moment."""
+    poll = select.poll()
+    for worker in workers:
+        if worker.heard >= 0:
+            poll.register(worker.heard, select.POLLIN)
+    poll.poll(_POLL_S * 1e3)
 
 
 def _end(workers: Sequence[Worker]) -> None:
@@ -367,7 +380,7 @@ class Process(Worker):
         finally:
             os.close(mouth)
         os.set_blocking(heard, False)
-        self._heard = heard
+        self.heard = heard
         self._text = b""
         self._tell({"function": task.function, "settings": task.settings, "about": about})
 
@@ -383,7 +396,7 @@ class Process(Worker):
     def poll(self) -> Answer | None:
         status = self._process.poll()  # first: what it said before its end is then all there
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._heard, 2**16):
+            while data := os.read(self.heard, 2**16):
                 self._text += data
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
@@ -405,19 +418,19 @@ class Process(Worker):
 
     def end(self, *, by: float) -> None:
         try:
-            if self._heard >= 0:
+            if self.heard >= 0:
                 self._process.wait(max(0.0, by - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if self._heard >= 0:
+            if self.heard >= 0:
                 self._process.kill()
                 self._process.wait()
                 assert self._process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):
                     self._process.stdin.close()
-                os.close(self._heard)
-                self._heard = -1
+                os.close(self.heard)
+                self.heard = -1
 
 
 # --------------------------------------------------------------------------- in a worker
