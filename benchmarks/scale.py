@@ -6,7 +6,7 @@ Prints medians over interleaved runs, as ratios:
 - two processes of one thread each on two processors beside one process of two threads, tuned as it
   is by itself: resnet18, and a network whose work is done by one thread whatever there is. Rates
   are of further rows (two sizes of run, their difference), so that starting counts nowhere;
-- what a part costs: the same rows in 4 parts and in 64, in one process;
+- what a part costs: the same rows in 4 parts and in 256, in one process;
 - the memory of the driver (RssAnon) and its time a part, over parts that hold nothing.
 
 The weights are random: they do not change the work.
@@ -91,11 +91,11 @@ def rates(folder: Path, *, pairs: int, n_rows: int) -> None:
 
 
 def overhead(folder: Path, *, pairs: int) -> None:
-    words = (*ALONE, "data=array", "data.path=short.npy", "batch_size=8")
+    words = (*ALONE, "data=array", "data.path=small.npy", "batch_size=8")
     found = [
-        [seconds(folder, *words, f"n_parts={n}", threads=2) for n in (4, 64)] for _ in range(pairs)
+        [seconds(folder, *words, f"n_parts={n}", threads=2) for n in (4, 256)] for _ in range(pairs)
     ]
-    each = [(many - few) / 60 for few, many in found]
+    each = [(many - few) / 252 for few, many in found]
     print(f"a part costs {1e3 * statistics.median(each):.1f} ms beyond its rows")
 
 
@@ -138,6 +138,7 @@ def main() -> None:
         rng = np.random.default_rng(0)
         for title, n in (("short", given.rows), ("long", 4 * given.rows)):
             np.save(folder / f"{title}.npy", rng.random((n, 3, 64, 64), dtype=np.float32))
+        np.save(folder / "small.npy", rng.random((2048, 3, 4, 4), dtype=np.float32))
         driver(folder, n_parts=given.parts)
         rates(folder, pairs=given.pairs, n_rows=given.rows)
         overhead(folder, pairs=given.pairs)
