@@ -1017,9 +1017,14 @@ _PART_ROWS = 65_536
 
 def _refuse_other_parts(path: Path, identity: Mapping[str, Any], source: Source | Shards) -> None:
     """Raise if parts that lie there are of another run, naming the first difference."""
-    for one in sorted(store.parts_folder(path).glob(f"*/{path.name}*"))[:1]:
-        if one.suffix in (path.suffix, ".partial") and "identity" in store.Embeddings(one).attrs:
+    for one in sorted(store.parts_folder(path).glob(f"*/{path.name}*")):
+        attrs: dict[str, Any] = {}
+        if one.suffix in (path.suffix, ".partial"):
+            with contextlib.suppress(StoreError):  # damaged: that is told when they are joined
+                attrs = store.PartReader(one).read().attrs
+        if "identity" in attrs:
             _refuse_another(one, identity, source)
+            return
 
 
 class _Made:
@@ -1213,7 +1218,8 @@ def _run_parts(
         missing = [number for number in range(cuts.n) if not made.add(number)]
         if made.sizes:
             of = f"{len(made.sizes):,} of {number_of(cuts.n, cuts.unit, cuts.unit + 's')}"
-            log.info("%s made before: going on with the rest", of)
+            then = "going on with the rest" if missing else "joining them"
+            log.info("%s made before: %s", of, then)
         n_before = sum(made.sizes.values())
         if engine is not None and missing:
             _run_elsewhere(plan, made, cuts, path, missing, engine=engine)
