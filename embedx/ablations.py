@@ -150,7 +150,10 @@ class Ablation:
         return value.ndim - 1 if name == "units" else 1
 
 
-def as_ablations(given: Sequence[Mapping[str, Any] | Ablation] | None) -> list[Ablation]:
+_EXAMPLE = "'ablate=[{at:LAYER,channels:[3,5],by:zero}]'"
+
+
+def as_ablations(given: Any) -> list[Ablation]:
     """Ablations out of settings.
 
     Args:
@@ -159,6 +162,11 @@ def as_ablations(given: Sequence[Mapping[str, Any] | Ablation] | None) -> list[A
     Raises:
         ConfigError: A key or a value is not one of its, or two contradict each other.
     """
+    if isinstance(given, (Mapping, str)):
+        raise ConfigError(f"ablate is a list of mappings: {_EXAMPLE}")
+    for one in given or ():
+        if not isinstance(one, (Mapping, Ablation)):
+            raise ConfigError(f"ablate holds {one!r}, and takes mappings: {_EXAMPLE}")
     return [_as_ablation(one, where=f"ablate[{i}].") for i, one in enumerate(given or ())]
 
 
@@ -176,8 +184,10 @@ def _as_ablation(given: Mapping[str, Any] | Ablation, *, where: str) -> Ablation
     if not numbers or len(set(numbers)) < len(numbers):
         raise ConfigError(f"{where}{axes[0]} must be different numbers, at least one: {numbers}")
     for key, by in (("factor", "scale"), ("value", "patch")):
-        if (getattr(given, key) is not None) != (given.by == by):
+        if given.by == by and getattr(given, key) is None:
+            raise ConfigError(f"{where}by={by} needs {key}: give {key}:NUMBER beside it")
+        if given.by != by and getattr(given, key) is not None:
             raise ConfigError(
-                f"{where}{key} belongs to by={by}, and by is {given.by}; give both or neither"
+                f"{where}{key} has no use with by={given.by}; give by:{by}, or leave it out"
             )
     return given

@@ -548,8 +548,8 @@ def _draw(
         )
     ]
     title = f"{common[0]} of {common[1]}, {common[2]}"
-    if any(str(run.attrs.get("weights", "")).startswith("random") for run in runs):
-        title = f"RANDOM weights, {title}"
+    remarks = [one for run in runs for one in run.remarks(str(rows[n]["layer"]) for n in drawn)]
+    title = ", ".join([*dict.fromkeys(remarks), title])
     unique = list(dict.fromkeys(name for name, _, _ in shown))
     told = dict(zip(unique, as_labels(unique, most=64), strict=True))
     titled = [

@@ -95,7 +95,7 @@ def extract(
     thumbnails: int = 32,
     objective: Objective | None = None,
     classes: str | Sequence[str] | None = None,
-    ablate: Sequence[Mapping[str, Any] | Ablation] | None = None,
+    ablate: Any = None,
     on_error: Literal["skip", "raise"] = "skip",
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -1560,7 +1560,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
                     log.warning(
                         "the ablations change none of the rows of the first batch: they are of "
-                        "layers that do not lead to %s",
+                        "layers that do not lead to %s, or change no number",
                         ", ".join(rows_before),
                     )
             elif backward is not None:

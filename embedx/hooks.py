@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from embedx.checks import checked
-from embedx.errors import EmbedxError, LayerError, ModelError, first_line, listed, nearest
+from embedx.errors import EmbedxError, LayerError, ModelError, first_line, listed, nearest, short
 
 log = logging.getLogger("embedx")
 
@@ -38,6 +38,12 @@ _GRADIENTS = ("grad", "grad_input")
 _WHATS = ("output", "input", *_GRADIENTS, "badge")
 
 Reduce = Callable[["Point", Tensor], Tensor]
+
+
+class _NotCaptured(LayerError, KeyError):
+    """As a mapping raises it, in words."""
+
+    __str__ = Exception.__str__
 
 
 class _Stop(BaseException):
@@ -157,8 +163,11 @@ def resolve_points(
     if not asked:
         raise LayerError("layers is empty; name at least one, such as layers=penultimate")
     for text in asked:
-        if text == "penultimate":
+        if isinstance(text, str) and re.fullmatch(r"penultimate(:grad)?", text.strip()):
             found = parse_point(penultimate) if penultimate else find_penultimate(module)
+            if text.strip() != "penultimate":
+                what = "grad_input" if found.is_at_input else "grad"
+                found = dataclasses.replace(found, what=what)
             matches = [found]
             if found.layer not in names:
                 raise _no_such_layer(module, found.layer, names, title)
@@ -461,6 +470,8 @@ class Capture(Mapping[str, Tensor]):
             if name not in self._gradients:
                 raise LayerError(f"no gradient has reached {name!r} yet; call backward() first")
             return self._gradients[name]
+        if name not in self._points:
+            raise _NotCaptured(f"{name!r} was not captured; what was is {listed(list(self))}")
         point = self._points[name]
         latest = self._latest()
         calls = latest.calls[point.layer]
@@ -712,7 +723,8 @@ class Capture(Mapping[str, Tensor]):
             if point.name in self._latest().awaited:
                 return LayerError(
                     f"{point.name}: no gradient has reached {point.layer}; call backward() on what "
-                    "the model gives, and choose a layer that leads to it"
+                    "the model gives before it is read or recorded, and choose a layer that leads "
+                    "to it"
                 )
             return LayerError(
                 f"{point.name}: the pass ran without gradients (torch.no_grad(), or activation "
@@ -1204,7 +1216,7 @@ class Intervention:
 
 
 @checked
-def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]]) -> Intervention:
+def intervene(module: nn.Module, changes: Mapping[str, Any]) -> Intervention:
     """Change what layers take in, give out, or pass backwards, from now until the end of a block.
 
     Args:
@@ -1226,7 +1238,12 @@ def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]
         for point in resolve_points(module, name):
             if point.what == "badge":
                 raise LayerError(f"{point.name} is computed, and nothing flows through it")
-            several = [functions] if callable(functions) else list(functions)
+            several = [functions] if callable(functions) else functions
+            if not isinstance(several, (list, tuple)) or not all(map(callable, several)):
+                raise LayerError(
+                    f"changes[{name!r}] is {short(repr(functions))}; give a function of the "
+                    "tensor, or a list of functions"
+                )
             resolved.setdefault(point, []).extend(several)
     return Intervention(module, resolved)
 

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
@@ -2083,6 +2083,9 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
+_GRADIENT_POINT = re.compile(r":grad(_input)?(\.|$)")
+
+
 class Embeddings:
     """An embeddings file, opened for reading; arrays are memory-mapped.
 
@@ -2186,6 +2189,25 @@ class Embeddings:
         except (ValueError, RecursionError):
             identity = None
         return identity if isinstance(identity, dict) else {}
+
+    def remarks(self, layers: Iterable[str] = ()) -> list[str]:
+        """What whoever sees the rows of these layers has to know of how they were made.
+
+        Args:
+            layers: Capture points; some may be of gradients.
+        """
+        said = ["RANDOM weights"] if str(self.attrs.get("weights", "")).startswith("random") else []
+        if self.identity.get("ablate"):
+            said.append("ablated")
+        objective = self.identity.get("objective")
+        if objective is not None and any(_GRADIENT_POINT.search(layer) for layer in layers):
+            of = {"predicted": "the predicted class", "loss": "the loss of the labels"}
+            said.append(f"gradients of {of.get(str(objective), f'class {objective}')}")
+        return said
+
+    def is_of_labels(self, layer: str) -> bool:
+        """Whether the rows of a layer were made with the labels, which they then tell of."""
+        return self.identity.get("objective") == "loss" and bool(_GRADIENT_POINT.search(layer))
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:

@@ -263,10 +263,9 @@ class _Drawing(NamedTuple):
         """Some of the maps side by side."""
         opened = self.opened
         about = f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}"
-        if str(opened.attrs.get("weights", "")).startswith("random"):
-            about = f"RANDOM weights, {about}"
         maps = [self.maps[number] for number in numbers]
         layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
+        about = ", ".join([*opened.remarks(layers), about])
         title = f"{about}, layer {', '.join(layers)}"
         if self.facets is not None:
             title += f", by {self.facet}"

@@ -734,3 +734,19 @@ def test_rows_that_vanish_in_half_precision_are_said(
         model.head.weight *= 1e-9
     embedx.extract(model, X, layers="conv2:grad", pooling="flatten", dtype="float16", out=tmp_path)
     assert "rows of conv2:grad are so small that float16 makes zeros of them" in caplog.text
+
+
+def test_the_gradient_at_penultimate(tmp_path: Path) -> None:
+    rows = embedx.extract(net(), X, layers="penultimate:grad", objective=2, out=tmp_path)
+    wanted = one_by_one(net(), ["head:grad_input"], 2)["head:grad_input"]
+    assert near(torch.tensor(rows.embeddings["head:grad_input"][:]), torch.tensor(wanted))
+
+
+def test_what_was_not_captured_is_said() -> None:
+    with embedx.capture(net(), ["conv", "head:grad"]) as got:
+        with pytest.raises(
+            LayerError, match="'norm' was not captured; what was is conv, head:grad"
+        ):
+            got["norm"]
+        assert "norm" not in got
+        assert got.get("norm") is None

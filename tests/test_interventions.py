@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -130,7 +131,7 @@ def test_a_layer_that_backward_runs_again_is_changed_again() -> None:
         ({"conv2": lambda v: v[:, 1:]}, r"gives a tensor of shape \(11, 5, 4, 4\) in place of"),
         ({"conv2@1": zero(0)}, "nothing was changed at conv2@1: it did not fire"),
         ({"head:badge": zero(0)}, "nothing flows through it"),
-        ({"conv2": 3}, "changes must be"),
+        ({"conv2": 3}, r"changes\['conv2'\] is 3; give a function of the tensor"),
     ],
 )
 def test_what_cannot_be_changed_is_said(changes: Any, words: str) -> None:
@@ -229,12 +230,14 @@ def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) 
         ([{"at": "conv2", "chanel": 1}], ConfigError, r"the nearest are ablate\[0\].channels"),
         ([{"at": "conv2", "channels": []}], ConfigError, "must be different numbers, at least one"),
         ([{"at": "conv2", "channels": [1, 1]}], ConfigError, "must be different numbers"),
+        ([{"at": "conv2", "channels": 1, "by": "scale"}], ConfigError, "by=scale needs factor"),
+        ({"at": "conv2", "channels": 1}, ConfigError, "ablate is a list of mappings: 'ablate="),
+        (["conv2"], ConfigError, "ablate holds 'conv2', and takes mappings"),
         (
-            [{"at": "conv2", "channels": 1, "by": "scale"}],
+            [{"at": "conv2", "channels": 1, "value": 2.0}],
             ConfigError,
-            "factor belongs to by=scale",
+            "value has no use with by=zero; give by:patch",
         ),
-        ([{"at": "conv2", "channels": 1, "value": 2.0}], ConfigError, "value belongs to by=patch"),
         (
             [{"at": "conv2", "channels": 6}],
             LayerError,
@@ -351,3 +354,31 @@ def test_padding_is_no_part_of_a_mean_that_takes_the_place_of_tokens() -> None:
     assert torch.equal(late.changed(T, seen), T)  # of texts so short there is no such token
     with pytest.raises(LayerError, match="has 3 tokens, numbered 0 to 2, and not 5"):
         late.changed(T, Seen(n=2))
+
+
+def test_what_is_drawn_and_scored_says_how_the_rows_were_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "embedx")
+    x = torch.cat([X] * 4)
+    run = embedx.extract(
+        net(), x, labels=Y * 4, layers=["conv2:grad", "conv2"], pooling="gap", objective="loss",
+        ablate=[{"at": "conv", "channels": 1}], out=tmp_path,
+    )  # fmt: skip
+    embedx.project(run, method="pca", layer="conv2:grad")
+    titles = [text.get_text() for text in embedx.view(run).findobj(Text)]
+    assert any("ablated, gradients of the loss of the labels, net on" in title for title in titles)
+    embedx.view(run, viewer="report")
+    assert (
+        "Ablated, gradients of the loss of the labels. " in (tmp_path / "report.html").read_text()
+    )
+    embedx.evaluate(run)
+    said = "conv2:grad: gradients of the loss of the labels have these in them"
+    assert said in caplog.text
+    assert "\nconv2: gradients" not in caplog.text
+    caplog.clear()
+    embedx.search(run, layer="conv2:grad", find="labels")
+    assert "gradients of the loss of the labels have these in them" in caplog.text
+    caplog.clear()
+    embedx.search(run, layer="conv2", find="labels")
+    assert "gradients of the loss" not in caplog.text
