@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -345,9 +346,10 @@ def test_a_ray_cluster_gives_the_bytes_of_one_process(desk: Path, run: Run, tmp_
     pytest.importorskip("ray", reason="ray is not installed")
     whole = of_one_go(run, desk)
     (desk / "traps" / "21-kill").touch()
-    where = {"HOME": str(tmp_path), "RAY_TMPDIR": "/tmp/embedx-ray"}  # names of sockets are short
-    where["OMP_NUM_THREADS"] = "1"  # a cluster of one processor
-    done = run(*EXTRACT, "engine=ray", "engine.workers=2", "n_parts=4", **where)
+    where = {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # a cluster of one processor
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:  # names of sockets are
+        where["RAY_TMPDIR"] = short
+        done = run(*EXTRACT, "engine=ray", "engine.workers=2", "n_parts=4", **where)
     assert done.returncode == 0, done.stderr
     assert "the cluster has room for 1 of 2 workers: the others wait" in done.stdout
     assert "2 workers for 4 parts" in done.stdout
