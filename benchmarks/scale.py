@@ -138,7 +138,7 @@ def main() -> None:
         rng = np.random.default_rng(0)
         for title, n in (("short", given.rows), ("long", 4 * given.rows)):
             np.save(folder / f"{title}.npy", rng.random((n, 3, 64, 64), dtype=np.float32))
-        np.save(folder / "small.npy", rng.random((2048, 3, 4, 4), dtype=np.float32))
+        np.save(folder / "small.npy", rng.random((2048, 3, 6, 6), dtype=np.float32))
         driver(folder, n_parts=given.parts)
         rates(folder, pairs=given.pairs, n_rows=given.rows)
         overhead(folder, pairs=given.pairs)
