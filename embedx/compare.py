@@ -549,13 +549,20 @@ def _draw(
     ]
     title = f"{common[0]} of {common[1]}, {common[2]}"
     remarks = [one for run in runs for one in run.remarks(str(rows[n]["layer"]) for n in drawn)]
-    title = ", ".join([*dict.fromkeys(remarks), title])
+    remark = ", ".join(dict.fromkeys(remarks))
     unique = list(dict.fromkeys(name for name, _, _ in shown))
     told = dict(zip(unique, as_labels(unique, most=64), strict=True))
     titled = [
         panel._replace(title=f"{told[name]}\n{below}".strip()) for name, below, panel in shown
     ]
-    return panels(titled, colors, across=_across(labels), title=title, needed_for="compare")
+    return panels(
+        titled,
+        colors,
+        across=_across(labels),
+        title=title,
+        remark=remark,
+        needed_for="compare",
+    )
 
 
 def _colors(

@@ -845,8 +845,13 @@ def _as_classes(
         return targets
     with torch.no_grad():
         n_classes = run(inputs[:1]).shape[1]
-    names = plan.source.label_names if of_labels else ()
-    known = class_of_label(names, plan.class_names, n_classes=n_classes, title=run.title)
+    known = class_of_label(
+        plan.source.label_names if of_labels else (),
+        plan.source.label_numbers,
+        plan.class_names,
+        n_classes=n_classes,
+        title=run.title,
+    )
     return targets if known is None or targets is None else np.append(known, -1)[targets]
 
 

@@ -67,7 +67,7 @@ from embedx.inputs import (
     workers_said,
 )
 from embedx.models import Model, Preprocess
-from embedx.objectives import Backward, Objective, read_classes
+from embedx.objectives import Backward, Objective, read_classes, scores_of
 from embedx.parts import Engine, Feed, append_parts, part_rows
 from embedx.pooling import Function
 from embedx.progress import Progress
@@ -1509,6 +1509,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
         got = stack.enter_context(
             hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
         )
+        got.is_verified = True  # by look_first
         ablating: hooks.Intervention | None = None
         backward = None
         if plan.objective is not None:
@@ -1517,6 +1518,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 got,
                 title=plan.model.name,
                 label_names=plan.source.label_names,
+                label_numbers=plan.source.label_numbers,
                 classes=plan.classes,
             )
 
@@ -1530,6 +1532,12 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     output = hooks.run_model(module, inputs, title=plan.model.name)
                 if backward is not None:
                     backward.run(output, labels, n=n)
+                    if got.cut_off:
+                        raise LayerError(
+                            f"{plan.model.name} also keeps what {', '.join(got.cut_off)} is taken "
+                            "at by itself (an attribute, a hook of its own, a list that it gives), "
+                            "and what comes by that way would be left out; choose another layer"
+                        )
             return output
 
         is_checked = False
@@ -1542,9 +1550,16 @@ def _forward(plan: _Plan) -> Iterator[Any]:
             if backward is not None:
                 got.remove()
             seed_all(seed, plan.device)
-            with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+            with (
+                hooks.FAST_PATHS_OFF,
+                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
+            ):
                 plain = hooks.run_model(module, _copied(inputs), title=plan.model.name)
+                seed_all(seed, plan.device)
+                again = hooks.run_model(module, _copied(inputs), title=plan.model.name)
             got.set()
+            if not _gives_alike(plan, plain, again):  # it keeps something from pass to pass
+                plain = None
             if plan.ablated:
                 ablating = _ablating(plan, seen)
                 stack.callback(ablating.remove)
@@ -1583,7 +1598,8 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 if is_known:
                     inputs = channels_last(inputs)
                 given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
-                mask = token_mask(given, spellings=rows.spellings) if rows.mask_takers else None
+                wants_mask = bool(rows.mask_takers or plan.ablated)
+                mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
                 rows.mask = None if mask is None else mask.to(plan.device)
                 rows.picture = picture_size(
                     [inputs] if isinstance(inputs, Tensor) else inputs.values()
@@ -1604,17 +1620,19 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
                 # The first pass was whole: it has shown that each layer runs once.
                 got.stops_early = is_known and not plan.save_outputs and backward is None
-                if not is_padding_checked and isinstance(inputs, dict):
-                    is_padding_checked = _require_padding_unseen(
-                        plan, got, rows, run, inputs, labels
-                    )
                 if not is_checked and piece.size > 1:
                     is_checked = True
-                    if piece.size in _other_sizes(inputs) | rows.other_sizes:
+                    if piece.size in _other_sizes(inputs) | rows.other_sizes | seen.sizes:
                         _require_samples_first(plan, got, rows, run, inputs, labels, n=piece.size)
+                if not is_padding_checked:
+                    is_padding_checked = _require_padding_unseen(plan, got, rows, run, batch)
             memory.say_of_zeros(batch)
             places = range(piece.size) if piece.rows is None else piece.rows.tolist()
             odd = {places[i]: why for i, why in not_finite(arrays).items()}
+            if backward is not None:
+                scores = scores_of(output, n=piece.size, title=plan.model.name)
+                strange = (~scores.detach().isfinite().all(1)).nonzero()[:, 0].tolist()
+                odd |= {places[i]: "its scores are not finite" for i in strange}
             if plan.objective == "loss" and labels is not None:
                 of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
                 odd |= {places[i]: "it has no label to have a loss of" for i in of_none}
@@ -1728,7 +1746,8 @@ def _ablating(plan: _Plan, seen: Seen) -> hooks.Intervention:
     for point, one in plan.ablated:
         change = functools.partial(_unless_plain, one, seen)
         changes.setdefault(point.name, []).append(change)
-    return hooks.intervene(plan.model.module, changes)
+    # They stand in the identity as they were asked for, and hold the batch at hand.
+    return hooks.intervene(plan.model.module, changes, is_told=False)
 
 
 def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
@@ -1748,9 +1767,7 @@ def _require_same_output(plan: _Plan, plain: Any, output: Any) -> None:
     Copies go on in place of some tensors then: what a layer does to them in place, others do not
     see that hold the tensor itself.
     """
-    tensors = zip(_tensors_in(plain), _tensors_in(output), strict=False)
-    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
-    if not all(_is_alike(one, other, most=most) for one, other in tensors):
+    if plain is not None and not _gives_alike(plan, plain, output):
         names = ", ".join(
             [p.name for p in plan.points if p.is_gradient] or [p.name for p, _ in plan.ablated]
         )
@@ -1758,6 +1775,12 @@ def _require_same_output(plan: _Plan, plain: Any, output: Any) -> None:
             f"{plan.model.name} gives something else when {names} is asked for: a layer there "
             "works in place on what another one takes too; name the layer before, or one around it"
         )
+
+
+def _gives_alike(plan: _Plan, output: Any, other: Any) -> bool:
+    tensors = zip(_tensors_in(output), _tensors_in(other), strict=False)
+    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
+    return all(_is_alike(one, another, most=most) for one, another in tensors)
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:
@@ -1776,31 +1799,42 @@ def _require_padding_unseen(
     got: hooks.Capture,
     rows: Rows,
     run: Callable[[Inputs, Tensor | None, int], Any],
-    inputs: dict[str, Tensor],
-    labels: Tensor | None,
+    batch: Batch,
 ) -> bool:
-    """See that the most padded text of a batch has the row that it has alone.
+    """See that a text has the row that it has alone, also padded beside the longest one.
 
     Returns:
-        Whether there was padding to see it by.
+        Whether the batch had texts of two lengths to see it by.
 
     Raises:
         ModelError: It has another one: the network takes a mask of padding and does not keep to it.
     """
-    mask = inputs["attention_mask"] != 0
-    lengths = mask.sum(1)
-    i = int(lengths.argmin())
-    if lengths[i] == mask.shape[1]:
+    assert plan.model.tokenizer is not None
+    longest, few = batch.pieces[0].inputs, batch.pieces[-1].inputs
+    assert isinstance(longest, dict)
+    assert isinstance(few, dict)
+    lengths = few["attention_mask"].sum(1)
+    i, n_more = int(lengths.argmin()), longest["attention_mask"].shape[1] - int(lengths.min())
+    if not n_more:
         return False
-    before = {point.name: got[point.name][i].clone() for point in plan.points}
-    is_text = mask[i]
-    alone = {name: tensor[i : i + 1, is_text] for name, tensor in inputs.items()}
-    rows.mask = None if rows.mask is None else rows.mask[i : i + 1, is_text]
-    seed_all(0, plan.device)
-    run(alone, None if labels is None else labels[i : i + 1], 1)
-    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
-    for name, row in before.items():
-        if got[name].shape[1:] == row.shape and not _is_alike(got[name][0], row, most=most):
+    is_text = few["attention_mask"][i] != 0
+    alone = {name: tensor[i : i + 1, is_text] for name, tensor in few.items()}
+    padding = {"input_ids": plan.model.tokenizer.pad_id}
+    padded = {
+        name: nn.functional.pad(tensor, (0, n_more), value=padding.get(name, 0))
+        for name, tensor in alone.items()
+    }
+    label = torch.zeros(1, dtype=torch.long, device=plan.device)
+    mask, found = rows.mask, []
+    for inputs in (alone, padded):
+        rows.mask = (inputs["attention_mask"] != 0).to(plan.device) if mask is not None else None
+        seed_all(0, plan.device)
+        run(placed(inputs, plan.device), label if plan.objective == "loss" else None, 1)
+        found.append({point.name: got[point.name].clone() for point in plan.points})
+    rows.mask = mask
+    most = 1e-4 if plan.precision == "fp32" else 0.1
+    for name, row in found[0].items():
+        if found[1][name].shape == row.shape and not _is_alike(found[1][name], row, most=most):
             raise ModelError(
                 f"{plan.model.name} gives a text another row at {name} when it is padded beside "
                 "longer ones, though it takes an attention_mask; such rows would hang on their "

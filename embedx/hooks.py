@@ -256,7 +256,7 @@ class _FastPathsOff:
                 torch.backends.mha.set_fastpath_enabled(self._before)
 
 
-_FAST_PATHS_OFF = _FastPathsOff()
+FAST_PATHS_OFF = _FastPathsOff()
 
 
 class _CompiledOff:
@@ -304,7 +304,12 @@ class _Entry:
 
     @classmethod
     def of(cls, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Entry":
-        given = (*args, *kwargs.values())
+        given: list[Any] = [*args, *kwargs.values()]
+        for value in list(given):
+            if isinstance(value, (tuple, list)):
+                given += value
+            elif isinstance(value, Mapping):
+                given += value.values()
         tensors = [one for one in given if isinstance(one, Tensor) and not one.is_inference()]
         return cls(number, {id(one): one._version for one in tensors})
 
@@ -324,6 +329,8 @@ class _Pass:
         tensors: What was captured; gradients come when they are computed.
         awaited: Where the gradient of a point will come by, in the graph.
         again: Points at which a second gradient came by.
+        cut_off: Points whose gradient misses a way.
+        copies: What went on in place of a tensor, to be differentiated at, by the name of a point.
         scores: What layers gave of which a ``badge`` was taken, as the model has to give it too.
     """
 
@@ -333,6 +340,8 @@ class _Pass:
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     awaited: dict[str, Any] = dataclasses.field(default_factory=dict)
     again: set[str] = dataclasses.field(default_factory=set)
+    cut_off: set[str] = dataclasses.field(default_factory=set)
+    copies: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     scores: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -360,6 +369,7 @@ class Capture(Mapping[str, Tensor]):
         stops_early: Whether a pass ends once every point has fired; only :func:`run_model` knows
             such an end from an error. A layer is then not seen to run again later in the pass, so
             one whole pass should come first.
+        is_verified: Whether it was seen that the model gives the same without the capture.
     """
 
     def __init__(
@@ -385,6 +395,7 @@ class Capture(Mapping[str, Tensor]):
         self._gradients: dict[str, Tensor] = {}
         self._said: set[str] = set()
         self.stops_early = False
+        self.is_verified = False
 
     def __enter__(self) -> "Capture":
         return self.set()
@@ -397,7 +408,7 @@ class Capture(Mapping[str, Tensor]):
 
         with contextlib.ExitStack() as stack:
             # Fused attention skips the modules inside it, and with them their hooks.
-            stack.enter_context(_FAST_PATHS_OFF)
+            stack.enter_context(FAST_PATHS_OFF)
             begin = self._module.register_forward_pre_hook(
                 _as_written(self._begin_pass), prepend=True, with_kwargs=True
             )
@@ -407,8 +418,8 @@ class Capture(Mapping[str, Tensor]):
                 for handle in self._register(layer, modules[layer]):
                     stack.callback(handle.remove)
                     self._handles.append(handle)
-            if any(point.what == "badge" for point in self._points.values()):
-                end = self._module.register_forward_hook(_as_written(self._require_scores))
+            if any(p.is_gradient or p.what == "badge" for p in self._points.values()):
+                end = self._module.register_forward_hook(_as_written(self._end_pass))
                 stack.callback(end.remove)
             self._stack = stack.pop_all()
         self._active = True
@@ -595,7 +606,7 @@ class Capture(Mapping[str, Tensor]):
                 if point.call not in (None, entry.number):
                     continue
                 if point.what == "badge":
-                    latest.scores[point.name] = output
+                    latest.scores[point.name] = output.detach().clone()
                     self._keep(point, _badge(point, called, args, output))
                     continue
                 value = _find(point, output)
@@ -656,11 +667,15 @@ class Capture(Mapping[str, Tensor]):
         latest.awaited[point.name] = torch.autograd.graph.get_gradient_edge(carrier)
         latest.tensors.pop(point.name, None)
         # It lives on where somebody keeps it, who does not know of the copy.
-        is_cut_off = not (value.requires_grad or point.is_at_input)
+        is_cut_off = carrier is not value and not (point.is_at_input or is_shared)
         original = weakref.ref(value) if is_cut_off else None
+        if carrier is not value and not self.is_verified:
+            # What is done in place to a copy is seen by one that shares its numbers.
+            latest.copies[point.name] = carrier.detach()
 
         def keep(gradient: Tensor) -> None:
             if original is not None and original() is not None:
+                latest.cut_off.add(point.name)
                 self._say_cut_off(point)
             kept = self._reduced(point, gradient)
             if kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
@@ -672,13 +687,22 @@ class Capture(Mapping[str, Tensor]):
         carrier.register_hook(keep)  # type: ignore[no-untyped-call]
         return carrier
 
+    def _say_in_place(self, point: Point) -> None:
+        if point.name not in self._said:
+            self._said.add(point.name)
+            log.warning(
+                "%s: another layer works in place on what is there, which for the gradient is a "
+                "copy: whoever else uses the same tensor misses what it did, and the model may "
+                "compute something else than without the capture; take another layer if so",
+                point.name,
+            )
+
     def _say_cut_off(self, point: Point) -> None:
         if point.name not in self._said:
             self._said.add(point.name)
             log.warning(
                 "%s: the model also keeps what %s gives by itself (an attribute, a hook of its "
-                "own), and nothing before it needs a gradient: what comes by that way is left out; "
-                "let what enters the model require a gradient",
+                "own), and what comes by that way is no part of this gradient",
                 point.name,
                 point.layer,
             )
@@ -696,19 +720,28 @@ class Capture(Mapping[str, Tensor]):
         torch.autograd.grad(total, list(latest.awaited.values()), allow_unused=True)
 
     @property
+    def cut_off(self) -> list[str]:
+        """The points whose gradient in the latest pass misses a way, since a copy was taken."""
+        return sorted(self._latest().cut_off)
+
+    @property
     def came_again(self) -> list[str]:
         """The points at which more than one gradient came by since the latest pass."""
         return sorted(self._latest().again)
 
-    def _require_scores(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def _end_pass(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if module is not self._module or not self._is_watched() or _is_inner_call(module):
             return
+        for name, copied in self._own().copies.items():
+            if copied._version:
+                self._say_in_place(self._points[name])
+        self._own().copies.clear()
         for name, scores in self._own().scores.items():
             given = class_scores(output)
-            is_same = given is scores or (
+            is_same = (
                 given is not None
                 and given.shape == scores.shape
-                and _is_same(given.detach(), scores.detach())
+                and _is_same(given.detach(), scores)
             )
             if not is_same:
                 raise LayerError(
@@ -850,19 +883,27 @@ def _is_last(handle: Any) -> bool:
 def _select_input(
     point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """The argument that a point at an input means."""
+    key = _input_key(point, module, args, kwargs)
+    return args[key] if isinstance(key, int) else kwargs[key]
+
+
+def _input_key(
+    point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str:
     key = point.path[0] if point.path else None
     if key is None:
         if args:
-            return args[0]
+            return 0
         # The first as the layer has them, not as they were written at the call.
         named = inspect.signature(module.forward).parameters if len(kwargs) > 1 else kwargs
         first = next((name for name in named if name in kwargs), None)
         if first is not None:
-            return kwargs[first]
+            return first
     elif key in kwargs:
-        return kwargs[key]
+        return key
     elif key.isdigit() and int(key) < len(args):
-        return args[int(key)]
+        return int(key)
     choices = [*map(str, range(len(args))), *kwargs]
     what = f"has no input {key or 'at all'}"
     if kwargs and key is None:
@@ -894,14 +935,11 @@ def _with_input(
     tensor: Tensor,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What enters a layer, with another tensor at a point of its input."""
-    was = _select_input(point, module, args, kwargs)
-    now = _with_part(was, point.path[1:], tensor)
-    key = point.path[0] if point.path else None
-    if key is None:
-        key = "0" if args else next(name for name, value in kwargs.items() if value is was)
-    if key in kwargs:
-        return args, {**kwargs, key: now}
-    return tuple(now if i == int(key) else value for i, value in enumerate(args)), kwargs
+    key = _input_key(point, module, args, kwargs)
+    if isinstance(key, str):
+        return args, {**kwargs, key: _with_part(kwargs[key], point.path[1:], tensor)}
+    now = _with_part(args[key], point.path[1:], tensor)
+    return tuple(now if i == key else value for i, value in enumerate(args)), kwargs
 
 
 def _with_part(value: Any, path: Sequence[str], tensor: Tensor) -> Any:
@@ -1053,7 +1091,11 @@ class Intervention:
         fired: The points that have changed something so far.
     """
 
-    def __init__(self, module: nn.Module, changes: Mapping[Point, Sequence[Change]]) -> None:
+    def __init__(
+        self, module: nn.Module, changes: Mapping[Point, Sequence[Change]], *, is_told: bool
+    ) -> None:
+        self._is_told = is_told
+        self._has_run = False
         self.fired: set[str] = set()
         self._module = module
         self._changes = changes
@@ -1063,7 +1105,7 @@ class Intervention:
         self._stack = contextlib.ExitStack()
         modules = dict(module.named_modules())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_FAST_PATHS_OFF)
+            stack.enter_context(FAST_PATHS_OFF)
             stack.enter_context(_COMPILED_OFF)
             begin = _as_written(self._begin_pass, _Change)
             stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
@@ -1092,7 +1134,10 @@ class Intervention:
         self._stack.close()
 
     def require_fired(self) -> None:
-        """Raise LayerError if a point has changed nothing in any pass."""
+        """Raise LayerError if a point has changed nothing in any pass; say where there was none."""
+        if not self._has_run:
+            log.warning("nothing was changed: the model was not run")
+            return
         for point in self._changes:
             if point.name not in self.fired:
                 what = "no gradient has reached it" if point.is_gradient else "it did not fire"
@@ -1105,12 +1150,16 @@ class Intervention:
 
     def _begin_pass(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         if module is self._module and not _is_inner_call(module):
+            self._has_run = True
             self._calls[threading.get_ident()] = Counter()
             self._kept.clear()
 
     def _end_pass(self, module: nn.Module, _: tuple[Any, ...], __: Any) -> None:
         """Say where the model has kept what a layer gave before it was changed."""
-        if module is not self._module or _is_inner_call(module) or torch.is_grad_enabled():
+        if module is not self._module or _is_inner_call(module):
+            return
+        self._calls.pop(threading.get_ident(), None)
+        if torch.is_grad_enabled():
             return  # a graph keeps what it needs, and the model does not see it
         for name in [name for name, original in self._kept if original() is not None]:
             if name not in self._said:
@@ -1136,7 +1185,7 @@ class Intervention:
                 )
             return point.call == number
 
-        numbers: dict[int, list[int | None]] = {}  # by thread; a layer may call itself
+        entries: dict[int, list[_Entry]] = {}  # by thread; a layer may call itself
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if called is not module:  # a copy of the model
@@ -1150,25 +1199,30 @@ class Intervention:
             number = None if calls is None else calls[layer]
             if calls is not None:
                 calls[layer] += 1
-            numbers.setdefault(threading.get_ident(), []).append(number)
+            self._has_run = True
+            entry = _Entry.of(-1 if number is None else number, args, kwargs)
+            entries.setdefault(threading.get_ident(), []).append(entry)
             for point in points:
                 if point.is_at_input and fires(point, number=number):
                     value = _find(point, _select_input(point, called, args, kwargs))
-                    changed = self._changed(point, value)
+                    changed = self._changed(point, value, is_shared=True)
                     args, kwargs = _with_input(point, called, args, kwargs, changed)
             return args, kwargs
 
         def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
             if called is not module:
                 return None
-            number = numbers[threading.get_ident()].pop()
+            entry = entries[threading.get_ident()].pop()
+            number = None if entry.number < 0 else entry.number
             for point in points:
                 if not point.is_at_input and fires(point, number=number):
-                    changed = self._changed(point, _find(point, output))
+                    value = _find(point, output)
+                    changed = self._changed(point, value, is_shared=entry.passed_on(value))
                     output = _with_part(output, point.path, changed)
             return output
 
-        ours = {point.name: list(self._changes[point]) for point in points}
+        told = {point.name: list(self._changes[point]) for point in points}
+        ours = told if self._is_told else None
         yield module.register_forward_pre_hook(_as_written(before, _Change, ours), with_kwargs=True)
         handle = module.register_forward_hook(_as_written(after, _Change, ours))
         # Before those of others, such as hooks of the model's own that collect what layers give,
@@ -1178,7 +1232,7 @@ class Intervention:
             hooks.move_to_end(key, last=False)
         yield handle
 
-    def _changed(self, point: Point, value: Tensor) -> Tensor:
+    def _changed(self, point: Point, value: Tensor, *, is_shared: bool) -> Tensor:
         if not point.is_gradient:
             self.fired.add(point.name)
             if not point.is_at_input:
@@ -1188,7 +1242,7 @@ class Intervention:
         if not torch.is_grad_enabled():
             return value
         into = point.layer if point.is_at_input else None
-        value = _carrier(value, is_shared=point.is_at_input, into=into)
+        value = _carrier(value, is_shared=is_shared, into=into)
 
         def change(gradient: Tensor) -> Tensor:
             self.fired.add(point.name)
@@ -1216,7 +1270,9 @@ class Intervention:
 
 
 @checked
-def intervene(module: nn.Module, changes: Mapping[str, Any]) -> Intervention:
+def intervene(
+    module: nn.Module, changes: Mapping[str, Any], *, is_told: bool = True
+) -> Intervention:
     """Change what layers take in, give out, or pass backwards, from now until the end of a block.
 
     Args:
@@ -1226,6 +1282,7 @@ def intervene(module: nn.Module, changes: Mapping[str, Any]) -> Intervention:
             At ``NAME:grad`` and ``NAME:grad_input`` they get the gradient in a backward pass. A
             point without ``@`` of a layer that runs several times means each time. A capture at
             the same point shows what the functions gave.
+        is_told: Whether the id of an extraction within the block has the functions in it.
 
     Returns:
         A handle; as a ``with`` block it raises LayerError at the end if a point never fired.
@@ -1245,7 +1302,7 @@ def intervene(module: nn.Module, changes: Mapping[str, Any]) -> Intervention:
                     "tensor, or a list of functions"
                 )
             resolved.setdefault(point, []).extend(several)
-    return Intervention(module, resolved)
+    return Intervention(module, resolved, is_told=is_told)
 
 
 @contextlib.contextmanager
@@ -1340,7 +1397,7 @@ def watched(
         yield child.register_forward_hook(_Hook(after), always_call=True)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_FAST_PATHS_OFF)
+        stack.enter_context(FAST_PATHS_OFF)
         if "torch._dynamo" in sys.modules:  # what is compiled would call no hooks, or compile them
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, child in module.named_modules():

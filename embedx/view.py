@@ -265,7 +265,6 @@ class _Drawing(NamedTuple):
         about = f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}"
         maps = [self.maps[number] for number in numbers]
         layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
-        about = ", ".join([*opened.remarks(layers), about])
         title = f"{about}, layer {', '.join(layers)}"
         if self.facets is not None:
             title += f", by {self.facet}"
@@ -282,6 +281,7 @@ class _Drawing(NamedTuple):
             self.colors,
             across=across,
             title=title,
+            remark=", ".join(opened.remarks(layers)),
             needed_for="view",
             points=self.points,
             theme=self.theme,

@@ -1,6 +1,7 @@
 """Interventions: what becomes of a model when a part of a layer is changed while it runs."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import embedx
+from embedx import store
 from embedx.ablations import Seen, as_ablations
 from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
 from tests.test_gradients import InPlace, Net, X, Y, near, net, weighted
@@ -320,15 +322,18 @@ def test_penultimate_of_an_ablation_is_that_of_the_model(tmp_path: Path) -> None
     assert rows[:, :7].all(axis=0).any()
 
 
-def test_methods_of_a_model_and_points_that_never_fire() -> None:
+def test_methods_of_a_model_and_points_that_never_fire(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
+    with embedx.intervene(model, {"conv": zero(0)}):
+        pass
+    assert "nothing was changed: the model was not run" in caplog.text
 
-    def never(**changes: Any) -> None:
-        with embedx.intervene(model, changes):
-            pass
+    def never() -> None:
+        with embedx.intervene(model, {"conv:grad": lambda gradient: gradient}):
+            model(X)
 
-    with pytest.raises(LayerError, match="nothing was changed at conv: it did not fire"):
-        never(conv=zero(0))
+    with pytest.raises(LayerError, match="nothing was changed at conv:grad: no gradient has"):
+        never()
     with embedx.intervene(model, {"conv": zero(0)}):
         changed = model.forward(X)
     with embedx.intervene(model, {"conv": zero(0)}):
@@ -367,7 +372,9 @@ def test_what_is_drawn_and_scored_says_how_the_rows_were_made(
     )  # fmt: skip
     embedx.project(run, method="pca", layer="conv2:grad")
     titles = [text.get_text() for text in embedx.view(run).findobj(Text)]
-    assert any("ablated, gradients of the loss of the labels, net on" in title for title in titles)
+    assert any(
+        re.match("ablated, gradients of the loss of the labels\nnet on", title) for title in titles
+    )
     embedx.view(run, viewer="report")
     assert (
         "Ablated, gradients of the loss of the labels. " in (tmp_path / "report.html").read_text()
@@ -382,3 +389,85 @@ def test_what_is_drawn_and_scored_says_how_the_rows_were_made(
     caplog.clear()
     embedx.search(run, layer="conv2", find="labels")
     assert "gradients of the loss" not in caplog.text
+
+
+def test_a_gradient_that_is_changed_is_that_of_its_layer_alone() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.a = nn.Dropout(), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x * 1)
+            return h + 3 * self.drop(h)
+
+    model = Model().eval()
+    x = torch.ones(2, 3, requires_grad=True)
+    with embedx.intervene(model, {"drop:grad": lambda gradient: gradient * 0}):
+        model(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(2, 3))  # the shortcut is as it was
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_an_ablated_run_goes_on_and_knows_padding_in_every_batch(
+    batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            h = torch.tanh(self.embed(ids)) * attention_mask[..., None]
+            return self.head(h.sum(1) / attention_mask.sum(1, keepdim=True))
+
+    torch.manual_seed(0)
+    model = Classifier()
+    ids = torch.randint(0, 9, (8, 5))
+    mask = (torch.arange(5) < torch.tensor([5, 5, 5, 2, 3, 1, 4, 2])[:, None]).long()
+    items = [{"ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
+    options: dict[str, Any] = {
+        "layers": "head", "batch_size": batch_size,
+        "ablate": [{"at": "embed", "units": [1], "by": "mean"}],
+    }  # fmt: skip
+    wanted = []
+    for one, m in zip(ids, mask, strict=True):
+        h = model.embed(one[: m.sum()]).detach()
+        h[:, 1] = h[:, 1].mean()
+        wanted.append(model.head(torch.tanh(h).mean(0)).detach())
+    whole = embedx.extract(model, items, out=tmp_path / "whole", **options)
+    assert near(torch.tensor(whole.embeddings["head"][:]), torch.stack(wanted))
+    append = store.Writer.append
+
+    def cut(self: store.Writer, *args: Any, **kwargs: Any) -> None:
+        append(self, *args, **kwargs)
+        self.commit()
+        if self.rows_done >= 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Writer, "append", cut)
+        with pytest.raises(KeyboardInterrupt):
+            embedx.extract(model, items, out=tmp_path / "cut", **options)
+    again = embedx.extract(model, items, out=tmp_path / "cut", **options)
+    assert whole.path.read_bytes() == again.path.read_bytes()
+    assert "first pass" not in caplog.text
+
+
+def test_as_many_tokens_as_samples_are_told_apart(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Identity(), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.unflatten(1, (4, 8)).transpose(0, 1)  # (t, n, d)
+            return self.head(self.layer(tokens).mean(0))
+
+    with pytest.raises(ShapeError, match="its first axis is not that of the samples"):
+        embedx.extract(
+            Model().eval(), torch.randn(4, 32), layers="head",
+            ablate=[{"at": "layer", "tokens": 0}], out=tmp_path,
+        )  # fmt: skip
