@@ -26,6 +26,7 @@ class Seen:
         mask: Shape ``(n, t)``, which tokens are none of padding; None where all are.
         picture: Height and width of what entered; None where it is no picture.
         is_plain: Whether nothing is changed, to see what the hooks alone do.
+        sizes: Of the axes of ablated layers, less the first.
         told: Of which ablations it was said what they do.
     """
 
@@ -33,6 +34,7 @@ class Seen:
     mask: Tensor | None = None
     picture: tuple[int, int] | None = None
     is_plain: bool = False
+    sizes: set[int] = dataclasses.field(default_factory=set)
     told: list["Ablation"] = dataclasses.field(default_factory=list)
 
 
@@ -93,6 +95,7 @@ class Ablation:
                 f"ablate: {self.at} gives {tuple(value.shape)} for {seen.n} samples, so its first "
                 "axis is not that of the samples; change it from Python, with embedx.intervene"
             )
+        seen.sizes |= set(value.shape[1:])
         axis = self._axis(name, value, seen)
         if self not in seen.told:
             seen.told.append(self)
@@ -137,20 +140,30 @@ class Ablation:
 
     def _axis(self, name: str, value: Tensor, seen: Seen) -> int:
         is_last = may_be_channels_last(value, picture=seen.picture)
+        is_unclear = value.ndim == 4 and len(set(value.shape[1:])) == 1
         fits = {
-            "channels": value.ndim >= 3 and not is_last,
-            "units": value.ndim in (2, 3) or is_last,
+            "channels": value.ndim >= 3 and not is_last and not is_unclear,
+            "units": value.ndim in (2, 3) or (is_last and not is_unclear),
             "tokens": value.ndim == 3,
         }
         if not fits[name]:
-            choices = " or ".join(key for key in _AXES if fits[key]) or "none of them"
+            choices = " or ".join(key for key in _AXES if fits[key])
             raise ShapeError(
-                f"ablate: {self.at} gives {tuple(value.shape)}, which has no {name}; give {choices}"
+                f"ablate: {self.at} gives {tuple(value.shape)}, "
+                + (
+                    f"which has no {name}; give {choices}"
+                    if choices
+                    else f"and which axis is that of {name} cannot be told; change it from Python, "
+                    "with embedx.intervene"
+                )
             )
         return value.ndim - 1 if name == "units" else 1
 
 
-def as_ablations(given: Sequence[Mapping[str, Any] | Ablation] | None) -> list[Ablation]:
+_EXAMPLE = "'ablate=[{at:LAYER,channels:[3,5],by:zero}]'"
+
+
+def as_ablations(given: Any) -> list[Ablation]:
     """Ablations out of settings.
 
     Args:
@@ -159,6 +172,11 @@ def as_ablations(given: Sequence[Mapping[str, Any] | Ablation] | None) -> list[A
     Raises:
         ConfigError: A key or a value is not one of its, or two contradict each other.
     """
+    if isinstance(given, (Mapping, str)):
+        raise ConfigError(f"ablate is a list of mappings: {_EXAMPLE}")
+    for one in given or ():
+        if not isinstance(one, (Mapping, Ablation)):
+            raise ConfigError(f"ablate holds {one!r}, and takes mappings: {_EXAMPLE}")
     return [_as_ablation(one, where=f"ablate[{i}].") for i, one in enumerate(given or ())]
 
 
@@ -176,8 +194,10 @@ def _as_ablation(given: Mapping[str, Any] | Ablation, *, where: str) -> Ablation
     if not numbers or len(set(numbers)) < len(numbers):
         raise ConfigError(f"{where}{axes[0]} must be different numbers, at least one: {numbers}")
     for key, by in (("factor", "scale"), ("value", "patch")):
-        if (getattr(given, key) is not None) != (given.by == by):
+        if given.by == by and getattr(given, key) is None:
+            raise ConfigError(f"{where}by={by} needs {key}: give {key}:NUMBER beside it")
+        if given.by != by and getattr(given, key) is not None:
             raise ConfigError(
-                f"{where}{key} belongs to by={by}, and by is {given.by}; give both or neither"
+                f"{where}{key} has no use with by={given.by}; give by:{by}, or leave it out"
             )
     return given

@@ -98,10 +98,11 @@ def array(
     if is_inferred and len(found.shape) > 2:
         note += f", by layout {layout}"
     names: list[str] = []
+    numbers: list[int] | None = None
     indices: Array | None = None
     warnings = []
     if texts is not None:
-        indices, names = counted_through(texts[:n], None)
+        indices, names, numbers = counted_through(texts[:n], None)
         note += f", labels by {label_by}: {len(names)} classes"
         if "-1" in names:
             warnings.append(f"-1 among the labels of {path} is a class of that name")
@@ -118,6 +119,7 @@ def array(
         item_hashes=np.full(n, whole),
         labels=indices if names else None,
         label_names=names,
+        label_numbers=numbers,
         notes=(note, *(f"passed over: {key} {why}" for key, why in refused.items())),
         warnings=tuple(warnings),
         reads_files=items.is_shared,

@@ -51,6 +51,7 @@ from embedx.errors import (
 )
 
 if TYPE_CHECKING:
+    from embedx.parts import Feed
     from embedx.store import Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -808,15 +809,21 @@ def _choice(group: str) -> str:
 
 def _stage_extract(values: dict[str, Any]) -> None:
     path = _extract(values)
-    _next(f"project projection=umap {override('embeddings', path)}")
+    if values["part"] is None:
+        _next(f"project projection=umap {override('embeddings', path)}")
+    else:  # when all are made: what makes one file of them
+        typed = [word for word in _typed() if not re.match(r"\+*part=", word)]
+        _next(shlex.join(["extract", *_config_dir_words(), *typed]))
 
 
-def _extract(values: dict[str, Any]) -> Path:
+def _extract(values: dict[str, Any], *, feed: "Feed | None" = None) -> Path:
+    from embedx.engines import Pool, Task
     from embedx.extract import extract
 
     settings = dict(values)
     model, data = settings.pop("model"), settings.pop("data")
     out, name = settings.pop("out"), settings.pop("name")
+    settings.pop("engine")
     settings["pooling"] = _pooling(settings["pooling"])
     check_arguments(extract, settings, positional=2)  # before the model is built
     for key, value in (("name", name), ("out", out)):
@@ -830,7 +837,50 @@ def _extract(values: dict[str, Any]) -> Path:
     source = build_data()  # the quicker to fail comes first
     choices = {group: _choice(group) for group in ("model", "data")}
     config = {**values, "choices": {**choices, **_config_dir()}}
-    return extract(build_model(), source, out=folder, config=config, **settings).path
+    for key in ("engine", "n_parts", "part"):  # how the work is shared out says nothing of the file
+        config.pop(key, None)
+    engine: Any = feed if feed is not None else _node(values["engine"], "engine")()
+    if isinstance(engine, Pool):
+        to_workers = {"hydra": _plain_hydra(), "values": values, "out": str(folder.resolve())}
+        engine.task = Task("embedx.cli:make_parts", to_workers, str(values["device"]))
+    return extract(build_model(), source, out=folder, config=config, engine=engine, **settings).path
+
+
+def _plain_hydra() -> dict[str, Any]:
+    """What a worker has to know of how its config was composed."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    hydra: Any = HydraConfig.get()
+    kept = {"runtime": ["choices", "config_sources"], "overrides": ["task"]}
+    return {
+        key: {name: OmegaConf.to_container(hydra[key][name]) for name in names}
+        for key, names in kept.items()
+    }
+
+
+def make_parts(settings: dict[str, Any], feed: "Feed") -> None:
+    """Make parts of an extraction, in a worker of an engine.
+
+    Args:
+        settings: What the driver gave to its task.
+        feed: Which parts.
+
+    Raises:
+        EmbedxError: As ``extract``.
+    """
+    from hydra.conf import HydraConf
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    from embedx import progress
+
+    _quiet()
+    progress.shows_bars = False
+    hydra = OmegaConf.merge(OmegaConf.structured(HydraConf), settings["hydra"])
+    HydraConfig.instance().set_config(OmegaConf.create({"hydra": hydra}))
+    shared = {"n_parts": feed.n_parts, "part": None, "overwrite": False, "out": settings["out"]}
+    _extract({**settings["values"], **shared}, feed=feed)
 
 
 def _pooling(value: Any) -> Any:
@@ -1091,7 +1141,7 @@ def run(
             )
     if not 0 <= random_state < 2**32:
         raise ConfigError(f"random_state must be 0 to 2**32 - 1, not {random_state}")
-    path = _extract(dict(extraction))
+    path = _extract({**extraction, "part": None})
 
     def compose(stage: str, *overrides: str) -> dict[str, Any]:
         word = f"embeddings={quoted(str(path))}"

@@ -548,14 +548,21 @@ def _draw(
         )
     ]
     title = f"{common[0]} of {common[1]}, {common[2]}"
-    if any(str(run.attrs.get("weights", "")).startswith("random") for run in runs):
-        title = f"RANDOM weights, {title}"
+    remarks = [one for run in runs for one in run.remarks(str(rows[n]["layer"]) for n in drawn)]
+    remark = ", ".join(dict.fromkeys(remarks))
     unique = list(dict.fromkeys(name for name, _, _ in shown))
     told = dict(zip(unique, as_labels(unique, most=64), strict=True))
     titled = [
         panel._replace(title=f"{told[name]}\n{below}".strip()) for name, below, panel in shown
     ]
-    return panels(titled, colors, across=_across(labels), title=title, needed_for="compare")
+    return panels(
+        titled,
+        colors,
+        across=_across(labels),
+        title=title,
+        remark=remark,
+        needed_for="compare",
+    )
 
 
 def _colors(

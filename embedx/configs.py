@@ -38,6 +38,7 @@ ROW_SETTINGS = (
     "save_outputs",
     "thumbnails",
     "objective",
+    "classes",
     "ablate",
 )
 _WHERE = ("name", "out", "overwrite", "embeddings")

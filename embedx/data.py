@@ -53,6 +53,8 @@ class Source:
             changed; None where that would cost a pass.
         labels: Shape ``(n,)`` int32 indices into ``label_names``, -1 for none; None without labels.
         label_names: Names of the labels; empty where each of ``labels_in_items`` is its own name.
+        label_numbers: The number that each name has in the data, where its labels are numbers,
+            among all its classes, also those that do not occur; None where they are texts.
         labels_in_items: Whether ``read`` gives the labels, int32, -1 for none.
         collate: Makes the inputs of a batch, shape ``(b, ...)``, of its items as read; None to
             stack them.
@@ -77,6 +79,7 @@ class Source:
     item_hashes: Array | None = None
     labels: Array | None = None
     label_names: Sequence[str] = ()
+    label_numbers: Sequence[int] | None = None
     labels_in_items: bool = False
     collate: Callable[[list[Any]], Any] | None = None
     draws: bool = False
@@ -403,6 +406,7 @@ def digits(*, limit: int | None = None) -> Source:
         fingerprint=hashlib.sha256(pixels.tobytes()).hexdigest(),
         labels=loaded.target[:n].astype(np.int32),
         label_names=[str(name) for name in loaded.target_names],
+        label_numbers=range(len(loaded.target_names)),
         notes=(f"digits: {n:,} pictures of 8x8 px, 10 classes",),
     )
 
@@ -458,7 +462,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         classes = [name.split("/", 1)[0] if "/" in name else "" for name in ids]
     else:
         classes = [""] * n
-    indices, label_names = counted_through(classes, None)
+    indices, label_names, _ = counted_through(classes, None)
     fingerprint, hashes = file_hashes(items)
     note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
     if n < len(found):
@@ -796,8 +800,9 @@ def in_memory(
         twice, count = Counter(ids).most_common(1)[0]
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
     indices: Array | None = None
+    numbers: list[int] | None = None
     if labels is not None:
-        indices, names = counted_through(labels, classes)
+        indices, names, numbers = counted_through(labels, classes)
         if "-1" in names and "-1" not in labels:
             aloud.append(
                 f"-1 among the labels of {kind} is a class of that name; for none give texts, ''"
@@ -805,7 +810,8 @@ def in_memory(
     if ids is None and (ids := _paths(items)) is None and _has_paths(items):
         aloud.append(
             f"{kind} has a __getitem__ of its own, whose items need not be those of its paths: the "
-            "ids are row numbers; ids= gives others"
+            "ids are row numbers, and labels those of its targets, if it has any; ids= and labels= "
+            "give others"
         )
     note = f"{kind}: {n:,} samples, "
     note += "labels in the items" if seen else f"{len(names) or 'no'} classes"
@@ -830,6 +836,7 @@ def in_memory(
         item_hashes=hashes,
         labels=indices if names else None,
         label_names=names,
+        label_numbers=numbers,
         labels_in_items=bool(seen),
         collate=collate,
         draws=looked is not None and looked.draws,
@@ -904,8 +911,8 @@ def _paths(items: Any) -> list[str] | None:
 
 def counted_through(
     labels: Sequence[Any], classes: Sequence[Any] | None, *, none: Sequence[Any] = ()
-) -> tuple[Array, list[str]]:
-    """Labels as indices ``(n,)`` int32 into their sorted names, and the names.
+) -> tuple[Array, list[str], list[int] | None]:
+    """Labels as indices ``(n,)`` int32 into their sorted names, the names, and their numbers.
 
     Python tells them apart, not NumPy, to which 1 and "1", or two large numbers, may be one.
 
@@ -938,7 +945,11 @@ def counted_through(
         raise DataError(f"two labels are both written {twice!r}; give them as texts that differ")
     if classes is not None and set(unique) <= set(range(len(classes))):
         names = [str(classes[int(label)]) for label in unique]
-    return np.array([index.get(label, -1) for label in labels], np.int32), names
+    are_whole = all(
+        type(label) is not bool and isinstance(label, (int, np.integer)) for label in unique
+    )
+    numbers = [int(label) for label in unique] if are_whole and unique else None
+    return np.array([index.get(label, -1) for label in labels], np.int32), names, numbers
 
 
 def _listed(values: Any, what: str) -> list[Any] | None:

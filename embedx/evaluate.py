@@ -123,6 +123,13 @@ def evaluate(
         log.info("%s", line)
     if opened.labels is None:
         log.info("there are no labels, so no accuracy, probe or silhouette")
+    for row in table:
+        if opened.labels is not None and opened.is_of_labels(str(row["layer"])):
+            log.warning(
+                "%s: gradients of the loss of the labels have these in them, so what is scored by "
+                "labels (accuracy, probe, silhouette) says nothing of the model",
+                row["name"],
+            )
     for row in embedded:
         if row["linear_probe_converged"] == 0:
             log.info("the probe of %s did not converge: it may be better", row["name"])

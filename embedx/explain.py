@@ -900,12 +900,17 @@ def _as_classes(
         return targets
     with torch.no_grad():
         n_classes = run(inputs[:1]).shape[1]
-    names = plan.source.label_names if of_labels else ()
-    known = class_of_label(names, plan.class_names, n_classes=n_classes, title=run.title)
+    known = class_of_label(
+        plan.source.label_names if of_labels else (),
+        plan.source.label_numbers,
+        plan.class_names,
+        n_classes=n_classes,
+        title=run.title,
+    )
     if of_labels and known is None:
         log.info("target=label: the label is the number of the class")
     elif of_labels and known is not None:
-        words = numbered(names, known)
+        words = numbered(plan.source.label_names, known)
         log.info("target=label: as classes of %s the labels are: %s", run.title, words)
     return targets if known is None or targets is None else np.append(known, -1)[targets]
 

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from embedx.errors import (
     ShapeError,
     StoreError,
     listed,
+    number_of,
 )
 from embedx.fingerprints import code_sha256, state_marks, value_sha256
 from embedx.inputs import (
@@ -59,14 +60,15 @@ from embedx.inputs import (
     matmul_precision,
     only,
     placed,
+    rows_together,
     seed_all,
     start_worker,
     started,
     workers_said,
 )
 from embedx.models import Model, Preprocess
-from embedx.objectives import Backward, Objective, read_classes
-from embedx.parts import append_parts
+from embedx.objectives import Backward, Objective, read_classes, scores_of
+from embedx.parts import Engine, Feed, append_parts, part_rows
 from embedx.pooling import Function
 from embedx.progress import Progress
 from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
@@ -93,13 +95,16 @@ def extract(
     thumbnails: int = 32,
     objective: Objective | None = None,
     classes: str | Sequence[str] | None = None,
-    ablate: Sequence[Mapping[str, Any] | Ablation] | None = None,
+    ablate: Any = None,
     on_error: Literal["skip", "raise"] = "skip",
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     preprocess: Preprocess | None = None,
     labels: Any = None,
     ids: Any = None,
+    n_parts: int | None = None,
+    part: int | None = None,
+    engine: Engine | Feed | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Embeddings:
     """Run data through a model once and stream what its layers give into one file.
@@ -144,10 +149,14 @@ def extract(
             enter unchanged without it.
         labels: For data that has none of its own, n of any kind.
         ids: For data that has none of its own, n unique texts.
+        n_parts: Parts to cut the rows into, each with a file of its own until all are joined; the
+            rows are the same. Without ``part``, those that are missing are made, then all joined.
+        part: The number of the one part to make, 0 to ``n_parts`` - 1, as a job of a cluster does.
+        engine: What has the parts made, by other processes; given by the command line alone.
         config: The settings to record; those of this call where not given.
 
     Returns:
-        The file, opened for reading.
+        The file, opened for reading; with ``part``, that of the part.
 
     Raises:
         ConfigError: An argument is out of its range.
@@ -166,6 +175,7 @@ def extract(
         raise ConfigError(f"batch_size must be at least 1 (and below 2**31), not {batch_size}")
     if isinstance(num_workers, int) and num_workers < 0:
         raise ConfigError(f"num_workers must be at least 0, not {num_workers}")
+    _check_parts(n_parts, part, engine, overwrite=overwrite)
     if not 0 <= thumbnails <= 512:
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
     described = as_model(model, preprocess=preprocess)
@@ -180,11 +190,16 @@ def extract(
         log.warning(note)
     for note in source.notes:
         log.info(note)
-    torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
-    if precision == "fp16" and torch_device.type == "cpu":
-        raise ConfigError("precision=fp16 needs a GPU, and the device is cpu; use bf16 or fp32")
-    if precision == "tf32" and torch_device.type != "cuda":
-        raise ConfigError(f"precision=tf32 needs cuda, and the device is {torch_device}; use fp32")
+    if not isinstance(engine, Engine):
+        torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
+        if precision == "fp16" and torch_device.type == "cpu":
+            raise ConfigError("precision=fp16 needs a GPU, and the device is cpu; use bf16 or fp32")
+        if precision == "tf32" and torch_device.type != "cuda":
+            raise ConfigError(
+                f"precision=tf32 needs cuda, and the device is {torch_device}; use fp32"
+            )
+    else:  # the network runs elsewhere, where another device may be
+        torch_device = torch.device("cpu")
     points = hooks.resolve_points(
         described.module,
         layers,
@@ -195,6 +210,7 @@ def extract(
     plan = _Plan(
         model=described,
         source=source if isinstance(source, Source) else _ahead(source),
+        rows=range(len(source) if isinstance(source, Source) else 0),
         points=points,
         poolings=pools.per_point(pooling, n_points=len(points)),
         normalize=_normalized(described, points, normalize),
@@ -235,7 +251,10 @@ def extract(
     path = folder / store.EMBEDDINGS_NAME
     if source.root is not None and folder.resolve() == source.root.resolve():
         raise ConfigError(f"out={folder} is the folder of the data; choose another out=FOLDER")
-    if not overwrite:
+    cuts = _cuts(plan, source, path, file_id=file_id, n_parts=n_parts, engine=engine)
+    if isinstance(engine, Feed):
+        _require_the_same(engine, file_id, identity)
+    elif not overwrite:
         partial = store.partial_path(path)
         if path.exists() and not _is_begun(partial, identity):
             _refuse_another(path, identity, source)
@@ -244,9 +263,15 @@ def extract(
             if store.parts_id(path) == file_id:  # killed when all was done but this
                 store.remove_parts(path)
             return store.open(path)
-        store.require_no_parts(path, of=file_id if isinstance(source, Shards) else None)
+        _refuse_other_parts(path, identity, source)
+        store.require_no_parts(path, of=file_id, n=0 if cuts is None else cuts.n)
         if partial.exists():
             _refuse_another(partial, identity, source)
+            if cuts is not None and store.parts_id(path) is None:
+                raise StoreError(
+                    f"{partial} was begun in one go; go on without n_parts and engine, or start "
+                    "anew with overwrite=true"
+                )
     store.require_own_beside(path, has_config=True)
     log.info(
         "extracting %s of %s over %s (%s) on %s into %s",
@@ -286,10 +311,15 @@ def extract(
         "environment": json.dumps(_environment()),
     }
     text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
-    if isinstance(source, Shards):
-        _run_shards(plan, source, path, attrs, config=text, overwrite=overwrite)
-    else:
+    if cuts is None:
         _run(plan, path, attrs, config=text, overwrite=overwrite)
+    elif part is not None or isinstance(engine, Feed):
+        assert n_parts is not None
+        alone = [] if part is None else [part]
+        numbers = iter(engine.next, None) if isinstance(engine, Feed) else alone
+        return store.open(_run_part(plan, cuts, path, attrs, numbers=numbers, n_parts=n_parts))
+    else:
+        _run_parts(plan, cuts, path, attrs, config=text, overwrite=overwrite, engine=engine)
     return store.open(path)
 
 
@@ -300,6 +330,7 @@ def extract(
 class _Plan:
     model: Model
     source: Source
+    rows: range  # those to make, of the source: all, or a part of them
     points: list[hooks.Point]
     poolings: list[pools.Pooling]
     normalize: list[bool]
@@ -509,9 +540,10 @@ def _changes(present: Path, source: Source) -> str:
     """How the items of a source differ from those that a file was begun with."""
     ids, hashes = store.read_items(present)
     now = store.stored_texts(source.ids)
+    n_there = store.Embeddings(present).identity["rows"]  # of all parts, where it is one
     if hashes is None or source.item_hashes is None:
-        if len(ids) != len(now):
-            return f"{len(ids):,} samples there and {len(now):,} here"
+        if n_there != len(now):
+            return f"{n_there:,} samples there and {len(now):,} here"
         return "some samples are others (which ones is not kept for such data)"
     there = dict(zip(ids, hashes.tolist(), strict=True))
     here = dict(zip(now, source.item_hashes.tolist(), strict=True))
@@ -520,7 +552,11 @@ def _changes(present: Path, source: Source) -> str:
         "removed": [name for name in ids if name not in here],
         "edited": [name for name in now if there.get(name, here[name]) != here[name]],
     }
+    if n_there != len(ids):  # what other parts hold is not known here
+        del kinds["added"]
     counted = [f"{len(names):,} {kind} ({_few(names)})" for kind, names in kinds.items() if names]
+    if n_there != len(now) and not counted:
+        return f"{n_there:,} samples there and {len(now):,} here"
     return ", ".join(counted) or "the samples are in another order"
 
 
@@ -677,9 +713,10 @@ def _fill(
             first_pass = begun.attrs.get(_BY_FIRST, "")
         expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
         writer = store.resume(path, expected=expected)
-    n_rows = len(plan.source)
+    n_rows, before = len(plan.rows), plan.rows.start  # rows of the file, and those before it
     first_row = writer.rows_done if writer else 0
     of = f" of {title}" if title else ""
+    in_title = of if n_rows == len(plan.source) else ""  # rows are called by their number of all
     if first_row:
         log.info("going on at row %s of %s%s", f"{first_row:,}", f"{n_rows:,}", of)
     if writer is None and fields is not None:
@@ -692,7 +729,8 @@ def _fill(
             num_workers=plan.num_workers,
             thumbnails=plan.thumbnails,
             only_pictures=plan.only_pictures,
-            first_row=first_row,
+            first_row=before + first_row,
+            end_row=plan.rows.stop,
         ),
         batch_size=1,
         collate_fn=only,
@@ -720,8 +758,9 @@ def _fill(
                 if writer:
                     writer.commit()
                 raise DataError(
-                    f"row {row}{of}, {plan.source.ids[row]}: {batch.reasons[min(batch.reasons)]}; "
-                    "mend or remove it, or go on without such rows: on_error=skip"
+                    f"row {row}{in_title}, {plan.source.ids[row]}: "
+                    f"{batch.reasons[min(batch.reasons)]}; mend or remove it, or go on without "
+                    "such rows: on_error=skip"
                 )
             done: list[tuple[Piece, _Results]] = []
             for piece in batch.pieces:
@@ -746,10 +785,10 @@ def _fill(
                     fields = _fields(batch, results)
                     writer = _create(plan, path, fields, attrs, replace=overwrite)
                     for earlier in waiting:
-                        _append(writer, earlier, None, plan.source)
-                _append(writer, batch, results, plan.source)
+                        _append(writer, earlier, None, plan)
+                _append(writer, batch, results, plan)
             progress.advance(batch.size - sum(piece.size for piece, _ in done))
-            if stop.number and not (is_whole and batch.start + batch.size == n_rows):
+            if stop.number and not (is_whole and batch.start + batch.size == plan.rows.stop):
                 if writer is not None:
                     writer.commit()
                 kept = writer.rows_done if writer is not None else 0
@@ -760,8 +799,8 @@ def _fill(
                     signal_number=stop.number,
                 )
         if writer is None:
-            row, reason = min(waiting[0].reasons.items())
-            return f"{plan.source.ids[row]}: {reason}"
+            place, reason = min(waiting[0].reasons.items())
+            return f"{plan.source.ids[waiting[0].start + place]}: {reason}"
         failing.pop_all()
         return _Filled(writer, progress.rate)
 
@@ -784,7 +823,143 @@ def _require_same_first_pass(path: Path, there: str, here: str) -> None:
         )
 
 
-# --------------------------------------------------------------------------- shards
+# --------------------------------------------------------------------------- parts
+
+
+def _check_parts(
+    n_parts: int | None, part: int | None, engine: Engine | Feed | None, *, overwrite: bool
+) -> None:
+    """Refuse parts that cannot be.
+
+    Raises:
+        ConfigError: A number is out of its range, or two of them do not go together.
+    """
+    if n_parts is not None and not 1 <= n_parts <= _PARTS_MOST:
+        raise ConfigError(f"n_parts must be 1 to {_PARTS_MOST:,}, not {n_parts}")
+    if part is None:
+        return
+    if n_parts is None:
+        raise ConfigError(f"part={part} of how many? give n_parts too, such as n_parts={part + 1}")
+    if not 0 <= part < n_parts:
+        raise ConfigError(f"part must be 0 to {n_parts - 1} for n_parts={n_parts}, not {part}")
+    if engine is not None:
+        raise ConfigError(
+            f"part={part} is made by this process alone, and an engine has all parts made; leave "
+            "one of the two out"
+        )
+    if overwrite:
+        raise ConfigError(
+            f"overwrite=true has no use with part={part}, for other parts may be under way: remove "
+            "the folder of the old run first, or choose another name"
+        )
+
+
+def _require_the_same(feed: Feed, file_id: str, identity: Mapping[str, Any]) -> None:
+    """Refuse to make parts of another run than was asked for.
+
+    Raises:
+        StoreError: What decides the rows is another thing here.
+    """
+    if feed.file_id != file_id:
+        differing = [key for key, value in identity.items() if feed.identity.get(key) != value]
+        raise StoreError(
+            f"here {listed(differing) or 'the run'} is another than where the command was given "
+            f"(on {platform.node()}, Python {platform.python_version()}); give all processes the "
+            "same data, code and versions"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowCuts:
+    """A run cut into ranges of the rows of its source, each with a file of its own."""
+
+    plan: _Plan
+    n: int
+    whole_id: str
+    limit: None = None
+    unit: str = "part"
+
+    def title(self, number: int) -> str:
+        """What a file is called in messages."""
+        return f"part {number:,} of {self.n:,}"
+
+    def rows(self, number: int) -> range:
+        block = rows_together(self.plan.model, batch_size=self.plan.batch_size)
+        return part_rows(number, n_parts=self.n, n_rows=len(self.plan.source), block=block)
+
+    def open(
+        self, number: int, *, scratch: Path, most: int | None
+    ) -> contextlib.AbstractContextManager[_Plan]:
+        """What to do for a file."""
+        return contextlib.nullcontext(dataclasses.replace(self.plan, rows=self.rows(number)))
+
+    def file_id(self, number: int, plan: _Plan | None) -> str:
+        """The id of a file; of a shard None as long as it was not read."""
+        rows = self.rows(number)
+        return settings_sha256({"of": self.whole_id, "rows": [rows.start, rows.stop]})
+
+    def create(
+        self, path: Path, parts: Callable[[], Iterator[Embeddings]], attrs: Mapping[str, Any]
+    ) -> store.Writer:
+        """The file that the parts are joined into, at row 0."""
+        return _create(self.plan, path, next(parts()).fields, attrs, replace=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardCuts:
+    """A run cut into shards, whose samples are known when they are read."""
+
+    plan: _Plan
+    shards: Shards
+    unit: str = "shard"
+
+    @property
+    def n(self) -> int:
+        return len(self.shards.names)
+
+    @property
+    def limit(self) -> int | None:
+        return self.shards.limit
+
+    def title(self, number: int) -> str:
+        return f"shard {number + 1:,} of {self.n:,}"
+
+    @contextlib.contextmanager
+    def open(self, number: int, *, scratch: Path, most: int | None) -> Iterator[_Plan]:
+        with self.shards.read(number, scratch=scratch, most=most) as source:
+            yield dataclasses.replace(self.plan, source=source, rows=range(len(source)))
+
+    def file_id(self, number: int, plan: _Plan | None) -> str | None:
+        return None if plan is None else settings_sha256({**plan.identity(), "part": number})
+
+    def create(
+        self, path: Path, parts: Callable[[], Iterator[Embeddings]], attrs: Mapping[str, Any]
+    ) -> store.Writer:
+        ids: list[str] = []
+        texts: list[str] = []
+        columns: list[tuple[int, dict[str, Any]]] = []
+        for part in parts():
+            ids += part.ids
+            texts += part.label_texts() or [""] * part.n_rows
+            columns.append((part.n_rows, part.metadata))
+        label_names = sorted(set(texts) - {""}, key=sources.numbers_first)
+        index = {"": -1, **{name: i for i, name in enumerate(label_names)}}
+        return store.create(
+            path,
+            ids=ids,
+            fields=next(parts()).fields,
+            attrs=attrs,
+            labels=np.array([index[text] for text in texts], np.int32) if label_names else None,
+            label_names=label_names,
+            metadata={
+                name: concatenated([(n_rows, column.get(name)) for n_rows, column in columns])
+                for name in dict.fromkeys(name for _, column in columns for name in column)
+            },
+            replace=True,
+        )
+
+
+_Cuts = _RowCuts | _ShardCuts
 
 
 def _ahead(shards: Shards) -> Source:
@@ -792,128 +967,420 @@ def _ahead(shards: Shards) -> Source:
     return Source(shards.name, [], shards.read, shards.fingerprint, root=shards.root)
 
 
-def _run_shards(
+def _cuts(
     plan: _Plan,
-    shards: Shards,
+    source: Source | Shards,
+    path: Path,
+    *,
+    file_id: str,
+    n_parts: int | None,
+    engine: Engine | Feed | None,
+) -> _Cuts | None:
+    """How a run is cut; None where it is made in one go.
+
+    Raises:
+        ConfigError: There are more parts than can have a row, or a limit that hangs on other parts.
+    """
+    if isinstance(source, Shards):
+        asked = n_parts is not None or engine is not None
+        if asked and source.limit is not None:
+            raise ConfigError(
+                f"data.limit={source.limit} counts through the shards in order, and parts are made "
+                "in any; leave data.limit out, or n_parts and engine"
+            )
+        if n_parts is not None and n_parts > len(source.names):
+            raise ConfigError(
+                f"n_parts must be at most {len(source.names)}, the number of shards, not {n_parts}"
+            )
+        return _ShardCuts(plan, source)
+    if n_parts is None and engine is None:
+        return None
+    block = rows_together(plan.model, batch_size=plan.batch_size)
+    most = max(1, -(-len(source) // block))
+    if n_parts is None:
+        assert isinstance(engine, Engine)
+        begun = store.parts_number(path) if store.parts_id(path) == file_id else None
+        wanted = max(_PARTS_A_WORKER * engine.n_workers, -(-len(source) // _PART_ROWS))
+        n_parts = min(begun or wanted, most)
+    if n_parts > most:
+        raise ConfigError(
+            f"n_parts must be at most {most:,} for {len(source):,} rows, which are made {block:,} "
+            f"at once, not {n_parts:,}"
+        )
+    return _RowCuts(plan, n_parts, file_id)
+
+
+_PARTS_MOST = 10**6
+_PARTS_A_WORKER = 4  # so that the last one keeps few waiting
+_PART_ROWS = 65_536
+
+
+def _refuse_other_parts(path: Path, identity: Mapping[str, Any], source: Source | Shards) -> None:
+    """Raise if parts that lie there are of another run, naming the first difference."""
+    for one in sorted(store.parts_folder(path).glob(f"*/{path.name}*")):
+        attrs: dict[str, Any] = {}
+        if one.suffix in (path.suffix, ".partial"):
+            with contextlib.suppress(StoreError):  # damaged: that is told when they are joined
+                attrs = store.PartReader(one).read().attrs
+        if "identity" in attrs:
+            _refuse_another(one, identity, source)
+            return
+
+
+class _Made:
+    """Which parts of a run are made, and what all of them have in common.
+
+    Args:
+        cuts: How it is cut.
+        path: The file that they will be joined into.
+        attrs: Its root attributes.
+
+    Attributes:
+        sizes: How many rows a part has, by its number, as soon as that is known.
+        late: Parts of which no row is good before it is known what is stored of a row: the first
+            such row, and why.
+        n_new: Rows made by this process.
+    """
+
+    def __init__(self, cuts: _Cuts, path: Path, attrs: Mapping[str, Any]) -> None:
+        self.sizes: dict[int, int] = {}
+        self.late: dict[int, str] = {}
+        self.n_new = 0
+        self._cuts = cuts
+        self._path = path
+        self._attrs = attrs
+        self._first = cuts.n  # the lowest number of a part that is made, and what it says
+        self._fields: list[Field] | None = None
+        self._common: dict[str, Any] = {}
+        self._is_said = False
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The root attributes of the whole: what the parts were made by is known of them."""
+        return {**self._attrs, **self._common}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether it is known what is stored of a row."""
+        return self._fields is not None
+
+    def add(self, number: int) -> bool:
+        """Look at the file of a part; whether it is there.
+
+        Raises:
+            StoreError: It is damaged, of another run, or was made otherwise than the others.
+        """
+        path = store.part_path(self._path, number)
+        if not path.exists():
+            return False
+        title = self._cuts.title(number)
+        anew = f"remove {path.parent} and run again, which makes it anew"
+        try:
+            found = store.PartReader(path).read()
+        except StoreError as error:
+            raise StoreError(f"{title} cannot be joined: {error}; {anew}") from error
+        attrs = found.attrs
+        if self._cuts.file_id(number, None) not in (None, attrs["id"]):
+            raise StoreError(f"{path} is not {title} of this run, it has other rows; {anew}")
+        if not found.is_complete:
+            raise StoreError(f"{title} cannot be joined: {path} is not complete; {anew}")
+        common = {key: attrs[key] for key in (*_MADE_BY, _BY_FIRST) if key in attrs}
+        if self._fields is not None:
+            self._require_alike(number, common, found.fields)
+        if number < self._first:
+            self._first, self._common, self._fields = number, common, found.fields
+        self.sizes[number] = found.rows_done
+        return True
+
+    def _require_alike(self, number: int, made_by: dict[str, Any], fields: list[Field]) -> None:
+        """Refuse parts that are not of one model on one kind of device; say what may be."""
+        one, other = self._cuts.title(self._first), self._cuts.title(number)
+        where = store.parts_folder(self._path)
+        for key in ("device", "batch_size"):
+            if made_by[key] != self._common[key]:
+                raise StoreError(
+                    f"{where}: {one} was made with {key}={self._common[key]} and {other} with "
+                    f"{key}={made_by[key]}; remove the one and make it again by the same"
+                )
+        if made_by.get(_BY_FIRST) != self._common.get(_BY_FIRST):
+            raise StoreError(
+                f"{where}: {one} and {other} are of a model that made itself something else in the "
+                "first pass of each (a layer, a centre), so their rows are those of two models; "
+                "run it without n_parts, or run the model once on one fixed example before"
+            )
+        assert self._fields is not None
+        for was, now in zip(self._fields, fields, strict=False):
+            if (was.name, was.shape, was.dtype) != (now.name, now.shape, now.dtype):
+                raise ShapeError(
+                    f"{now.name} has shape {now.shape} in {other} and {was.name} {was.shape} in "
+                    f"{one}; choose a pooling that gives one length, such as pooling=gap"
+                )
+        was, now = (json.loads(one["environment"]) for one in (self._common, made_by))
+        if was != now and not self._is_said:
+            self._is_said = True
+            keys = [key for key in was if was[key] != now.get(key)]
+            log.warning(
+                "%s and %s were made with another %s (%s and %s): the rows agree within rounding, "
+                "and the file says the one of the first part",
+                one,
+                other,
+                ", ".join(keys),
+                ", ".join(str(was[key]) for key in keys),
+                ", ".join(str(now.get(key)) for key in keys),
+            )
+
+    def make(
+        self,
+        number: int,
+        *,
+        forward: Any,
+        most: int | None = None,
+        alone: bool = False,
+    ) -> None:
+        """Make a part, from the start or from where it was left.
+
+        Args:
+            number: Of the part.
+            forward: The forward pass.
+            most: How many rows are wanted of it at most.
+            alone: Whether nothing is known of other parts: it says by itself what is stored.
+
+        Raises:
+            Interrupted: A signal came when the part was complete.
+        """
+        part, title = store.part_path(self._path, number), self._cuts.title(number)
+        scratch = store.parts_folder(self._path) / f"shard-{number}.tmp"
+        with (
+            self._cuts.open(number, scratch=scratch, most=most) as plan,
+            _stop_on_signal() as stop,
+        ):
+            notes_of = (
+                plan.source if self._cuts.unit == "shard" and number not in self.late else None
+            )
+            for warning in notes_of.warnings if notes_of else ():
+                log.warning(warning)
+            for note in notes_of.notes if notes_of else ():
+                log.info(note)
+            self.sizes[number] = n_rows = len(plan.rows)
+            if not n_rows:
+                return
+            fields = None if alone else self._fields
+            common = {} if fields is None else self._common
+            if number not in self.late:  # it says by itself what it is made by
+                common = {key: value for key, value in common.items() if key == _BY_FIRST}
+            filled = _fill(
+                plan,
+                part,
+                {**self._attrs, **common, "id": self._cuts.file_id(number, plan)},
+                forward=forward,
+                stop=stop,
+                fields=fields,
+                title=title,
+            )
+            if isinstance(filled, str):
+                self.late[number] = filled
+                return
+            with contextlib.closing(filled.writer):
+                filled.writer.finish()
+            self.n_new += n_rows
+            if stop.number:
+                raise Interrupted(
+                    f"stopped by {stop.name} after {title}; run the same command again to go on",
+                    signal_number=stop.number,
+                )
+        self.late.pop(number, None)
+        self.add(number)
+
+
+_MADE_BY = ("batch_size", "device", "environment")
+
+
+def _run_parts(
+    plan: _Plan,
+    cuts: _Cuts,
     path: Path,
     attrs: Mapping[str, Any],
     *,
     config: str,
     overwrite: bool,
+    engine: Engine | None,
 ) -> None:
-    """Fill ``path`` from parts, one a shard, of which those are made that are missing."""
-    folder = store.parts_folder(path)
+    """Fill ``path`` from parts, of which those are made that are missing."""
     started = time.monotonic()
-    done: dict[int, Embeddings] = {}
-    sizes: dict[int, int] = {}
-    late: dict[int, str] = {}  # of which no sample is good, before it was known what is stored
-    n_new = 0
-
-    def run(number: int, *, most: int | None) -> None:
-        nonlocal n_new
-        part = folder / f"{number:06d}" / store.EMBEDDINGS_NAME
-        if not part.exists():
-            with (
-                shards.read(number, scratch=folder / "shard.tmp", most=most) as source,
-                _stop_on_signal() as stop,
-            ):
-                sizes[number] = len(source)
-                for warning in () if number in late else source.warnings:
-                    log.warning(warning)
-                for note in () if number in late else source.notes:
-                    log.info(note)
-                if not len(source):
-                    return
-                one = dataclasses.replace(plan, source=source)
-                own_id = settings_sha256({**one.identity(), "part": number})
-                title = f"shard {number + 1:,} of {len(shards.names):,}"
-                filled = _fill(
-                    one,
-                    part,
-                    {**_first_pass_of(done), **attrs, "id": own_id},
-                    forward=forward,
-                    stop=stop,
-                    fields=next((other.fields for other in done.values()), None),
-                    title=title,
-                )
-                if isinstance(filled, str):
-                    late[number] = filled
-                    return
-                with contextlib.closing(filled.writer):
-                    filled.writer.finish()
-                n_new += len(source)
-                if stop.number:
-                    raise Interrupted(
-                        f"stopped by {stop.name} after {title}; run the same command again to go "
-                        "on",
-                        signal_number=stop.number,
-                    )
-        done[number] = store.open(part)
-        sizes[number] = done[number].n_rows
-
+    made = _Made(cuts, path, attrs)
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_if_empty, path.parent)
         stack.enter_context(store.writing_lock(path))
         if overwrite:
             store.remove_parts(path)
-        store.begin_parts(path, of=str(attrs["id"]))
+        store.begin_parts(path, of=str(attrs["id"]), n=cuts.n)
         stack.callback(store.end_parts, path)
-        with _forward(plan) as forward:
-            for number in range(len(shards.names)):
-                left = None if shards.limit is None else shards.limit - sum(sizes.values())
-                if left != 0:
-                    run(number, most=left)
-            if not done:
-                first = next(iter(late.values()), "there is none")
+        missing = [number for number in range(cuts.n) if not made.add(number)]
+        if made.sizes:
+            of = f"{len(made.sizes):,} of {number_of(cuts.n, cuts.unit, cuts.unit + 's')}"
+            then = "going on with the rest" if missing else "joining them"
+            log.info("%s made before: %s", of, then)
+        n_before = sum(made.sizes.values())
+        if engine is not None and missing:
+            _run_elsewhere(plan, made, cuts, path, missing, engine=engine)
+        is_complete = len(made.sizes) == cuts.n
+        with _forward(plan) if not is_complete else contextlib.nullcontext() as forward:
+            left = cuts.limit
+            for number in range(cuts.n):
+                if left == 0:
+                    break
+                if number not in made.sizes:
+                    made.make(number, forward=forward, most=left)
+                left = None if left is None else left - made.sizes[number]
+            n_rows = sum(made.sizes.values())
+            if not made.has_any:
+                first = next(iter(made.late.values()), "there is none")
                 raise DataError(
-                    f"every one of the {sum(sizes.values()):,} rows of {shards.name} failed; the "
-                    f"first, {first}"
+                    f"every one of the {n_rows:,} rows of {plan.source.name} failed; the first, "
+                    f"{first}"
                 )
-            for number in list(late):
-                run(number, most=sizes[number])
-    attrs = {**_first_pass_of(done), **attrs}
-    writer = _join([done[number] for number in sorted(done)], path, attrs, config=config)
+            for number in list(made.late):
+                made.make(number, forward=forward, most=made.sizes[number])
+    writer = _join(made, cuts, path, config=config)
     seconds = time.monotonic() - started
-    _report(plan, writer, path, seconds=seconds, rate=n_new / max(seconds, 1e-9))
+    _report(plan, writer, path, seconds=seconds, rate=(n_rows - n_before) / max(seconds, 1e-9))
 
 
-def _first_pass_of(done: Mapping[int, Embeddings]) -> dict[str, Any]:
-    """The root attribute of parts, where they have it."""
-    first = next(iter(done.values()), None)
-    return {} if first is None else {k: v for k, v in first.attrs.items() if k == _BY_FIRST}
+def _run_elsewhere(
+    plan: _Plan, made: _Made, cuts: _Cuts, path: Path, missing: Sequence[int], *, engine: Engine
+) -> None:
+    """Have parts made by an engine.
+
+    Raises:
+        DataError: Some could not be made; the others are.
+        Interrupted: A signal came.
+    """
+    is_known = isinstance(cuts, _RowCuts)  # how many rows there are
+    readers: dict[int, store.PartReader] = {}
+    counted: dict[int, int] = {}
+    looked = time.monotonic()
+    with (
+        _stop_on_signal() as stop,
+        Progress(
+            len(plan.source) if is_known else cuts.n,
+            what="extract",
+            done=sum(made.sizes.values()) if is_known else len(made.sizes),
+            unit=_unit(plan) if is_known else "shards",
+        ) as progress,
+    ):
+
+        def tick(running: Collection[int]) -> None:
+            nonlocal looked
+            if stop.number:
+                raise Interrupted(
+                    f"stopped by {stop.name}: {len(made.sizes):,} of "
+                    f"{number_of(cuts.n, cuts.unit, cuts.unit + 's')} and what others have so far "
+                    "are kept; run the same command again to go on",
+                    signal_number=stop.number,
+                )
+            if not is_known or time.monotonic() - looked < _LOOK_S:
+                return
+            looked = time.monotonic()
+            for number in running:
+                reader = readers.setdefault(number, store.PartReader(store.part_path(path, number)))
+                with contextlib.suppress(StoreError):  # it is being renamed; or told when it ends
+                    more = reader.read().rows_done - counted.get(number, 0)
+                    if more > 0:
+                        counted[number] = counted.get(number, 0) + more
+                        progress.advance(more)
+
+        def ended(number: int) -> None:
+            readers.pop(number, None)
+            before = counted.pop(number, 0)
+            if made.add(number):  # else it has no row, or no good one
+                progress.advance(made.sizes[number] - before if is_known else 1)
+
+        failed = engine.run(
+            missing,
+            about={
+                "n_parts": cuts.n,
+                "file_id": str(made.attrs["id"]),
+                "identity": json.loads(made.attrs["identity"]),
+            },
+            ended=ended,
+            tick=tick,
+        )
+    if failed:
+        number, *others = sorted(failed)
+        error = DataError(
+            f"{cuts.title(number)} failed: {failed[number]}; {len(made.sizes):,} of {cuts.n:,} are "
+            f"made and kept, run the same command again to try {len(failed):,} again"
+        )
+        if others:
+            error.add_note("\n".join(f"{cuts.title(one)}: {failed[one]}" for one in others))
+        raise error
 
 
-def _join(
-    parts: Sequence[Embeddings], path: Path, attrs: Mapping[str, Any], *, config: str
-) -> store.Writer:
+_LOOK_S = 0.5
+
+
+def _run_part(
+    plan: _Plan,
+    cuts: _Cuts,
+    path: Path,
+    attrs: Mapping[str, Any],
+    *,
+    numbers: Iterable[int],
+    n_parts: int,
+) -> Path:
+    """Make parts, one after the other; the last file that was made.
+
+    Raises:
+        DataError: None of them has a good row.
+    """
+    started = time.monotonic()
+    store.begin_parts(path, of=str(attrs["id"]), n=cuts.n)
+    made = _Made(cuts, path, attrs)
+    last: Path | None = None
+    with contextlib.ExitStack() as stack:
+        forward = None
+        for part in numbers:
+            for number in part_rows(part, n_parts=n_parts, n_rows=cuts.n, block=1):
+                if not made.add(number):
+                    forward = forward or stack.enter_context(_forward(plan))
+                    made.make(number, forward=forward, alone=True)
+                if number not in made.late and made.sizes[number]:
+                    last = store.part_path(path, number)
+    if last is None:
+        first = next(iter(made.late.values()), "there is none")
+        raise DataError(
+            f"every one of the {sum(made.sizes.values()):,} rows of part {part} failed; the first, "
+            f"{first}; where other parts have good rows, they are listed when all are joined"
+        )
+    if not made.n_new:
+        log.info("%s is complete already: nothing to do", last)
+    else:
+        log.info(
+            "wrote %s: part %s of %s, %s rows, %s failed, %.1f s",
+            last,
+            f"{part:,}",
+            f"{n_parts:,}",
+            f"{sum(made.sizes.values()):,}",
+            f"{int((store.open(last).status == Status.FAILED).sum()):,}",
+            time.monotonic() - started,
+        )
+    return last
+
+
+def _join(made: _Made, cuts: _Cuts, path: Path, *, config: str) -> store.Writer:
     """Make ``path`` of its parts, and take them away."""
-    texts = [part.label_texts() for part in parts]
-    names = {name for labels in texts for name in set(labels or ())} - {""}
-    label_names = sorted(names, key=sources.numbers_first)
-    index = {"": -1, **{name: i for i, name in enumerate(label_names)}}
-    labels = [
-        index[text]
-        for part, own in zip(parts, texts, strict=True)
-        for text in own or [""] * part.n_rows
-    ]
-    columns = dict.fromkeys(name for part in parts for name in part.metadata)
+
+    def parts() -> Iterator[Embeddings]:  # one at a time: of many the files could not be open
+        for number in sorted(made.sizes):
+            if made.sizes[number]:
+                yield store.open(store.part_path(path, number))
+
     replaced = _id_of(path)
-    writer = store.create(
-        path,
-        ids=[name for part in parts for name in part.ids],
-        fields=parts[0].fields,
-        attrs=attrs,
-        labels=np.array(labels, np.int32) if names else None,
-        label_names=label_names,
-        metadata={
-            name: concatenated([(part.n_rows, part.metadata.get(name)) for part in parts])
-            for name in columns
-        },
-        replace=True,
-    )
+    writer = cuts.create(path, parts, made.attrs)
     with contextlib.closing(writer):
-        append_parts(writer, parts)
-        _put_in_place(writer, config=config, replaced=replaced, overwrite=True)
+        append_parts(writer, parts())
+        _put_in_place(writer, config=config, replaced=replaced, overwrite=False)
+    store.remove_parts(path)
     return writer
 
 
@@ -1042,6 +1509,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
         got = stack.enter_context(
             hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
         )
+        got.is_verified = True  # by look_first
         ablating: hooks.Intervention | None = None
         backward = None
         if plan.objective is not None:
@@ -1050,6 +1518,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 got,
                 title=plan.model.name,
                 label_names=plan.source.label_names,
+                label_numbers=plan.source.label_numbers,
                 classes=plan.classes,
             )
 
@@ -1063,6 +1532,12 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     output = hooks.run_model(module, inputs, title=plan.model.name)
                 if backward is not None:
                     backward.run(output, labels, n=n)
+                    if got.cut_off:
+                        raise LayerError(
+                            f"{plan.model.name} also keeps what {', '.join(got.cut_off)} is taken "
+                            "at by itself (an attribute, a hook of its own, a list that it gives), "
+                            "and what comes by that way would be left out; choose another layer"
+                        )
             return output
 
         is_checked = False
@@ -1075,9 +1550,16 @@ def _forward(plan: _Plan) -> Iterator[Any]:
             if backward is not None:
                 got.remove()
             seed_all(seed, plan.device)
-            with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+            with (
+                hooks.FAST_PATHS_OFF,
+                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
+            ):
                 plain = hooks.run_model(module, _copied(inputs), title=plan.model.name)
+                seed_all(seed, plan.device)
+                again = hooks.run_model(module, _copied(inputs), title=plan.model.name)
             got.set()
+            if not _gives_alike(plan, plain, again):  # it keeps something from pass to pass
+                plain = None
             if plan.ablated:
                 ablating = _ablating(plan, seen)
                 stack.callback(ablating.remove)
@@ -1093,7 +1575,7 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
                     log.warning(
                         "the ablations change none of the rows of the first batch: they are of "
-                        "layers that do not lead to %s",
+                        "layers that do not lead to %s, or change no number",
                         ", ".join(rows_before),
                     )
             elif backward is not None:
@@ -1116,7 +1598,8 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                 if is_known:
                     inputs = channels_last(inputs)
                 given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
-                mask = token_mask(given, spellings=rows.spellings) if rows.mask_takers else None
+                wants_mask = bool(rows.mask_takers or plan.ablated)
+                mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
                 rows.mask = None if mask is None else mask.to(plan.device)
                 rows.picture = picture_size(
                     [inputs] if isinstance(inputs, Tensor) else inputs.values()
@@ -1137,17 +1620,19 @@ def _forward(plan: _Plan) -> Iterator[Any]:
                     arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
                 # The first pass was whole: it has shown that each layer runs once.
                 got.stops_early = is_known and not plan.save_outputs and backward is None
-                if not is_padding_checked and isinstance(inputs, dict):
-                    is_padding_checked = _require_padding_unseen(
-                        plan, got, rows, run, inputs, labels
-                    )
                 if not is_checked and piece.size > 1:
                     is_checked = True
-                    if piece.size in _other_sizes(inputs) | rows.other_sizes:
+                    if piece.size in _other_sizes(inputs) | rows.other_sizes | seen.sizes:
                         _require_samples_first(plan, got, rows, run, inputs, labels, n=piece.size)
+                if not is_padding_checked:
+                    is_padding_checked = _require_padding_unseen(plan, got, rows, run, batch)
             memory.say_of_zeros(batch)
             places = range(piece.size) if piece.rows is None else piece.rows.tolist()
             odd = {places[i]: why for i, why in not_finite(arrays).items()}
+            if backward is not None:
+                scores = scores_of(output, n=piece.size, title=plan.model.name)
+                strange = (~scores.detach().isfinite().all(1)).nonzero()[:, 0].tolist()
+                odd |= {places[i]: "its scores are not finite" for i in strange}
             if plan.objective == "loss" and labels is not None:
                 of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
                 odd |= {places[i]: "it has no label to have a loss of" for i in of_none}
@@ -1261,7 +1746,8 @@ def _ablating(plan: _Plan, seen: Seen) -> hooks.Intervention:
     for point, one in plan.ablated:
         change = functools.partial(_unless_plain, one, seen)
         changes.setdefault(point.name, []).append(change)
-    return hooks.intervene(plan.model.module, changes)
+    # They stand in the identity as they were asked for, and hold the batch at hand.
+    return hooks.intervene(plan.model.module, changes, is_told=False)
 
 
 def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
@@ -1281,9 +1767,7 @@ def _require_same_output(plan: _Plan, plain: Any, output: Any) -> None:
     Copies go on in place of some tensors then: what a layer does to them in place, others do not
     see that hold the tensor itself.
     """
-    tensors = zip(_tensors_in(plain), _tensors_in(output), strict=False)
-    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
-    if not all(_is_alike(one, other, most=most) for one, other in tensors):
+    if plain is not None and not _gives_alike(plan, plain, output):
         names = ", ".join(
             [p.name for p in plan.points if p.is_gradient] or [p.name for p, _ in plan.ablated]
         )
@@ -1291,6 +1775,12 @@ def _require_same_output(plan: _Plan, plain: Any, output: Any) -> None:
             f"{plan.model.name} gives something else when {names} is asked for: a layer there "
             "works in place on what another one takes too; name the layer before, or one around it"
         )
+
+
+def _gives_alike(plan: _Plan, output: Any, other: Any) -> bool:
+    tensors = zip(_tensors_in(output), _tensors_in(other), strict=False)
+    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
+    return all(_is_alike(one, another, most=most) for one, another in tensors)
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:
@@ -1309,31 +1799,42 @@ def _require_padding_unseen(
     got: hooks.Capture,
     rows: Rows,
     run: Callable[[Inputs, Tensor | None, int], Any],
-    inputs: dict[str, Tensor],
-    labels: Tensor | None,
+    batch: Batch,
 ) -> bool:
-    """See that the most padded text of a batch has the row that it has alone.
+    """See that a text has the row that it has alone, also padded beside the longest one.
 
     Returns:
-        Whether there was padding to see it by.
+        Whether the batch had texts of two lengths to see it by.
 
     Raises:
         ModelError: It has another one: the network takes a mask of padding and does not keep to it.
     """
-    mask = inputs["attention_mask"] != 0
-    lengths = mask.sum(1)
-    i = int(lengths.argmin())
-    if lengths[i] == mask.shape[1]:
+    assert plan.model.tokenizer is not None
+    longest, few = batch.pieces[0].inputs, batch.pieces[-1].inputs
+    assert isinstance(longest, dict)
+    assert isinstance(few, dict)
+    lengths = few["attention_mask"].sum(1)
+    i, n_more = int(lengths.argmin()), longest["attention_mask"].shape[1] - int(lengths.min())
+    if not n_more:
         return False
-    before = {point.name: got[point.name][i].clone() for point in plan.points}
-    is_text = mask[i]
-    alone = {name: tensor[i : i + 1, is_text] for name, tensor in inputs.items()}
-    rows.mask = None if rows.mask is None else rows.mask[i : i + 1, is_text]
-    seed_all(0, plan.device)
-    run(alone, None if labels is None else labels[i : i + 1], 1)
-    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
-    for name, row in before.items():
-        if got[name].shape[1:] == row.shape and not _is_alike(got[name][0], row, most=most):
+    is_text = few["attention_mask"][i] != 0
+    alone = {name: tensor[i : i + 1, is_text] for name, tensor in few.items()}
+    padding = {"input_ids": plan.model.tokenizer.pad_id}
+    padded = {
+        name: nn.functional.pad(tensor, (0, n_more), value=padding.get(name, 0))
+        for name, tensor in alone.items()
+    }
+    label = torch.zeros(1, dtype=torch.long, device=plan.device)
+    mask, found = rows.mask, []
+    for inputs in (alone, padded):
+        rows.mask = (inputs["attention_mask"] != 0).to(plan.device) if mask is not None else None
+        seed_all(0, plan.device)
+        run(placed(inputs, plan.device), label if plan.objective == "loss" else None, 1)
+        found.append({point.name: got[point.name].clone() for point in plan.points})
+    rows.mask = mask
+    most = 1e-4 if plan.precision == "fp32" else 0.1
+    for name, row in found[0].items():
+        if found[1][name].shape == row.shape and not _is_alike(found[1][name], row, most=most):
             raise ModelError(
                 f"{plan.model.name} gives a text another row at {name} when it is padded beside "
                 "longer ones, though it takes an attention_mask; such rows would hang on their "
@@ -1456,21 +1957,23 @@ def _create(
     *,
     replace: bool,
 ) -> store.Writer:
-    source = plan.source
+    source, rows = plan.source, slice(plan.rows.start, plan.rows.stop)
+    if len(plan.rows) == len(source):
+        rows = slice(None)
     return store.create(
         path,
-        ids=source.ids,
+        ids=source.ids if rows == slice(None) else source.ids[rows],
         fields=fields,
         attrs=attrs,
-        item_hashes=source.item_hashes,
-        labels=source.labels,
+        item_hashes=None if source.item_hashes is None else source.item_hashes[rows],
+        labels=None if source.labels is None else source.labels[rows],
         label_names=source.label_names,
-        metadata=source.metadata,
+        metadata={name: column[rows] for name, column in source.metadata.items()},
         replace=replace,
     )
 
 
-def _append(writer: store.Writer, batch: Batch, results: _Results | None, source: Source) -> None:
+def _append(writer: store.Writer, batch: Batch, results: _Results | None, plan: _Plan) -> None:
     """Write a batch; of rows that failed, what was read (picture and label) is kept."""
     reasons = dict(batch.reasons)
     if results is not None:
@@ -1494,7 +1997,10 @@ def _append(writer: store.Writer, batch: Batch, results: _Results | None, source
         rows[field.name] = array
     status = np.full(batch.size, Status.OK, np.uint8)
     status[bad] = Status.FAILED
-    listed = {batch.start + i: (source.ids[batch.start + i], reasons[i]) for i in bad}
+    listed = {
+        batch.start - plan.rows.start + i: (plan.source.ids[batch.start + i], reasons[i])
+        for i in bad
+    }
     writer.append(rows, status=status, reasons=listed)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from embedx.checks import checked
-from embedx.errors import EmbedxError, LayerError, ModelError, first_line, listed, nearest
+from embedx.errors import EmbedxError, LayerError, ModelError, first_line, listed, nearest, short
 
 log = logging.getLogger("embedx")
 
@@ -39,6 +39,12 @@ CALLS_NAMED = 8  # of a layer that runs several times, in a message
 _WHATS = ("output", "input", *_GRADIENTS, "badge")
 
 Reduce = Callable[["Point", Tensor], Tensor]
+
+
+class _NotCaptured(LayerError, KeyError):
+    """As a mapping raises it, in words."""
+
+    __str__ = Exception.__str__
 
 
 class _Stop(BaseException):
@@ -158,8 +164,11 @@ def resolve_points(
     if not asked:
         raise LayerError("layers is empty; name at least one, such as layers=penultimate")
     for text in asked:
-        if text == "penultimate":
+        if isinstance(text, str) and re.fullmatch(r"penultimate(:grad)?", text.strip()):
             found = parse_point(penultimate) if penultimate else find_penultimate(module)
+            if text.strip() != "penultimate":
+                what = "grad_input" if found.is_at_input else "grad"
+                found = dataclasses.replace(found, what=what)
             matches = [found]
             if found.layer not in names:
                 raise _no_such_layer(module, found.layer, names, title)
@@ -248,7 +257,7 @@ class _FastPathsOff:
                 torch.backends.mha.set_fastpath_enabled(self._before)
 
 
-_FAST_PATHS_OFF = _FastPathsOff()
+FAST_PATHS_OFF = _FastPathsOff()
 
 
 class _CompiledOff:
@@ -296,7 +305,12 @@ class _Entry:
 
     @classmethod
     def of(cls, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Entry":
-        given = (*args, *kwargs.values())
+        given: list[Any] = [*args, *kwargs.values()]
+        for value in list(given):
+            if isinstance(value, (tuple, list)):
+                given += value
+            elif isinstance(value, Mapping):
+                given += value.values()
         tensors = [one for one in given if isinstance(one, Tensor) and not one.is_inference()]
         return cls(number, {id(one): one._version for one in tensors})
 
@@ -316,6 +330,8 @@ class _Pass:
         tensors: What was captured; gradients come when they are computed.
         awaited: Where the gradient of a point will come by, in the graph.
         again: Points at which a second gradient came by.
+        cut_off: Points whose gradient misses a way.
+        copies: What went on in place of a tensor, to be differentiated at, by the name of a point.
         scores: What layers gave of which a ``badge`` was taken, as the model has to give it too.
     """
 
@@ -325,6 +341,8 @@ class _Pass:
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     awaited: dict[str, Any] = dataclasses.field(default_factory=dict)
     again: set[str] = dataclasses.field(default_factory=set)
+    cut_off: set[str] = dataclasses.field(default_factory=set)
+    copies: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     scores: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -352,6 +370,7 @@ class Capture(Mapping[str, Tensor]):
         stops_early: Whether a pass ends once every point has fired; only :func:`run_model` knows
             such an end from an error. A layer is then not seen to run again later in the pass, so
             one whole pass should come first.
+        is_verified: Whether it was seen that the model gives the same without the capture.
     """
 
     def __init__(
@@ -377,6 +396,7 @@ class Capture(Mapping[str, Tensor]):
         self._gradients: dict[str, Tensor] = {}
         self._said: set[str] = set()
         self.stops_early = False
+        self.is_verified = False
 
     def __enter__(self) -> "Capture":
         return self.set()
@@ -389,7 +409,7 @@ class Capture(Mapping[str, Tensor]):
 
         with contextlib.ExitStack() as stack:
             # Fused attention skips the modules inside it, and with them their hooks.
-            stack.enter_context(_FAST_PATHS_OFF)
+            stack.enter_context(FAST_PATHS_OFF)
             begin = self._module.register_forward_pre_hook(
                 _as_written(self._begin_pass), prepend=True, with_kwargs=True
             )
@@ -399,8 +419,8 @@ class Capture(Mapping[str, Tensor]):
                 for handle in self._register(layer, modules[layer]):
                     stack.callback(handle.remove)
                     self._handles.append(handle)
-            if any(point.what == "badge" for point in self._points.values()):
-                end = self._module.register_forward_hook(_as_written(self._require_scores))
+            if any(p.is_gradient or p.what == "badge" for p in self._points.values()):
+                end = self._module.register_forward_hook(_as_written(self._end_pass))
                 stack.callback(end.remove)
             self._stack = stack.pop_all()
         self._active = True
@@ -462,6 +482,8 @@ class Capture(Mapping[str, Tensor]):
             if name not in self._gradients:
                 raise LayerError(f"no gradient has reached {name!r} yet; call backward() first")
             return self._gradients[name]
+        if name not in self._points:
+            raise _NotCaptured(f"{name!r} was not captured; what was is {listed(list(self))}")
         point = self._points[name]
         latest = self._latest()
         calls = latest.calls[point.layer]
@@ -585,7 +607,7 @@ class Capture(Mapping[str, Tensor]):
                 if point.call not in (None, entry.number):
                     continue
                 if point.what == "badge":
-                    latest.scores[point.name] = output
+                    latest.scores[point.name] = output.detach().clone()
                     self._keep(point, _badge(point, called, args, output))
                     continue
                 value = _find(point, output)
@@ -646,11 +668,15 @@ class Capture(Mapping[str, Tensor]):
         latest.awaited[point.name] = torch.autograd.graph.get_gradient_edge(carrier)
         latest.tensors.pop(point.name, None)
         # It lives on where somebody keeps it, who does not know of the copy.
-        is_cut_off = not (value.requires_grad or point.is_at_input)
+        is_cut_off = carrier is not value and not (point.is_at_input or is_shared)
         original = weakref.ref(value) if is_cut_off else None
+        if carrier is not value and not self.is_verified:
+            # What is done in place to a copy is seen by one that shares its numbers.
+            latest.copies[point.name] = carrier.detach()
 
         def keep(gradient: Tensor) -> None:
             if original is not None and original() is not None:
+                latest.cut_off.add(point.name)
                 self._say_cut_off(point)
             kept = self._reduced(point, gradient)
             if kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
@@ -662,13 +688,22 @@ class Capture(Mapping[str, Tensor]):
         carrier.register_hook(keep)  # type: ignore[no-untyped-call]
         return carrier
 
+    def _say_in_place(self, point: Point) -> None:
+        if point.name not in self._said:
+            self._said.add(point.name)
+            log.warning(
+                "%s: another layer works in place on what is there, which for the gradient is a "
+                "copy: whoever else uses the same tensor misses what it did, and the model may "
+                "compute something else than without the capture; take another layer if so",
+                point.name,
+            )
+
     def _say_cut_off(self, point: Point) -> None:
         if point.name not in self._said:
             self._said.add(point.name)
             log.warning(
                 "%s: the model also keeps what %s gives by itself (an attribute, a hook of its "
-                "own), and nothing before it needs a gradient: what comes by that way is left out; "
-                "let what enters the model require a gradient",
+                "own), and what comes by that way is no part of this gradient",
                 point.name,
                 point.layer,
             )
@@ -686,19 +721,28 @@ class Capture(Mapping[str, Tensor]):
         torch.autograd.grad(total, list(latest.awaited.values()), allow_unused=True)
 
     @property
+    def cut_off(self) -> list[str]:
+        """The points whose gradient in the latest pass misses a way, since a copy was taken."""
+        return sorted(self._latest().cut_off)
+
+    @property
     def came_again(self) -> list[str]:
         """The points at which more than one gradient came by since the latest pass."""
         return sorted(self._latest().again)
 
-    def _require_scores(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def _end_pass(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if module is not self._module or not self._is_watched() or _is_inner_call(module):
             return
+        for name, copied in self._own().copies.items():
+            if copied._version:
+                self._say_in_place(self._points[name])
+        self._own().copies.clear()
         for name, scores in self._own().scores.items():
             given = class_scores(output)
-            is_same = given is scores or (
+            is_same = (
                 given is not None
                 and given.shape == scores.shape
-                and _is_same(given.detach(), scores.detach())
+                and _is_same(given.detach(), scores)
             )
             if not is_same:
                 raise LayerError(
@@ -713,7 +757,8 @@ class Capture(Mapping[str, Tensor]):
             if point.name in self._latest().awaited:
                 return LayerError(
                     f"{point.name}: no gradient has reached {point.layer}; call backward() on what "
-                    "the model gives, and choose a layer that leads to it"
+                    "the model gives before it is read or recorded, and choose a layer that leads "
+                    "to it"
                 )
             return LayerError(
                 f"{point.name}: the pass ran without gradients (torch.no_grad(), or activation "
@@ -842,19 +887,27 @@ def _is_last(handle: Any) -> bool:
 def _select_input(
     point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """The argument that a point at an input means."""
+    key = _input_key(point, module, args, kwargs)
+    return args[key] if isinstance(key, int) else kwargs[key]
+
+
+def _input_key(
+    point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str:
     key = point.path[0] if point.path else None
     if key is None:
         if args:
-            return args[0]
+            return 0
         # The first as the layer has them, not as they were written at the call.
         named = inspect.signature(module.forward).parameters if len(kwargs) > 1 else kwargs
         first = next((name for name in named if name in kwargs), None)
         if first is not None:
-            return kwargs[first]
+            return first
     elif key in kwargs:
-        return kwargs[key]
+        return key
     elif key.isdigit() and int(key) < len(args):
-        return args[int(key)]
+        return int(key)
     choices = [*map(str, range(len(args))), *kwargs]
     what = f"has no input {key or 'at all'}"
     if kwargs and key is None:
@@ -886,14 +939,11 @@ def _with_input(
     tensor: Tensor,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What enters a layer, with another tensor at a point of its input."""
-    was = _select_input(point, module, args, kwargs)
-    now = _with_part(was, point.path[1:], tensor)
-    key = point.path[0] if point.path else None
-    if key is None:
-        key = "0" if args else next(name for name, value in kwargs.items() if value is was)
-    if key in kwargs:
-        return args, {**kwargs, key: now}
-    return tuple(now if i == int(key) else value for i, value in enumerate(args)), kwargs
+    key = _input_key(point, module, args, kwargs)
+    if isinstance(key, str):
+        return args, {**kwargs, key: _with_part(kwargs[key], point.path[1:], tensor)}
+    now = _with_part(args[key], point.path[1:], tensor)
+    return tuple(now if i == key else value for i, value in enumerate(args)), kwargs
 
 
 def _with_part(value: Any, path: Sequence[str], tensor: Tensor) -> Any:
@@ -1045,7 +1095,11 @@ class Intervention:
         fired: The points that have changed something so far.
     """
 
-    def __init__(self, module: nn.Module, changes: Mapping[Point, Sequence[Change]]) -> None:
+    def __init__(
+        self, module: nn.Module, changes: Mapping[Point, Sequence[Change]], *, is_told: bool
+    ) -> None:
+        self._is_told = is_told
+        self._has_run = False
         self.fired: set[str] = set()
         self._module = module
         self._changes = changes
@@ -1055,7 +1109,7 @@ class Intervention:
         self._stack = contextlib.ExitStack()
         modules = dict(module.named_modules())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_FAST_PATHS_OFF)
+            stack.enter_context(FAST_PATHS_OFF)
             stack.enter_context(_COMPILED_OFF)
             begin = _as_written(self._begin_pass, _Change)
             stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
@@ -1084,7 +1138,10 @@ class Intervention:
         self._stack.close()
 
     def require_fired(self) -> None:
-        """Raise LayerError if a point has changed nothing in any pass."""
+        """Raise LayerError if a point has changed nothing in any pass; say where there was none."""
+        if not self._has_run:
+            log.warning("nothing was changed: the model was not run")
+            return
         for point in self._changes:
             if point.name not in self.fired:
                 what = "no gradient has reached it" if point.is_gradient else "it did not fire"
@@ -1097,12 +1154,16 @@ class Intervention:
 
     def _begin_pass(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         if module is self._module and not _is_inner_call(module):
+            self._has_run = True
             self._calls[threading.get_ident()] = Counter()
             self._kept.clear()
 
     def _end_pass(self, module: nn.Module, _: tuple[Any, ...], __: Any) -> None:
         """Say where the model has kept what a layer gave before it was changed."""
-        if module is not self._module or _is_inner_call(module) or torch.is_grad_enabled():
+        if module is not self._module or _is_inner_call(module):
+            return
+        self._calls.pop(threading.get_ident(), None)
+        if torch.is_grad_enabled():
             return  # a graph keeps what it needs, and the model does not see it
         for name in [name for name, original in self._kept if original() is not None]:
             if name not in self._said:
@@ -1128,7 +1189,7 @@ class Intervention:
                 )
             return point.call == number
 
-        numbers: dict[int, list[int | None]] = {}  # by thread; a layer may call itself
+        entries: dict[int, list[_Entry]] = {}  # by thread; a layer may call itself
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if called is not module:  # a copy of the model
@@ -1142,25 +1203,30 @@ class Intervention:
             number = None if calls is None else calls[layer]
             if calls is not None:
                 calls[layer] += 1
-            numbers.setdefault(threading.get_ident(), []).append(number)
+            self._has_run = True
+            entry = _Entry.of(-1 if number is None else number, args, kwargs)
+            entries.setdefault(threading.get_ident(), []).append(entry)
             for point in points:
                 if point.is_at_input and fires(point, number=number):
                     value = _find(point, _select_input(point, called, args, kwargs))
-                    changed = self._changed(point, value)
+                    changed = self._changed(point, value, is_shared=True)
                     args, kwargs = _with_input(point, called, args, kwargs, changed)
             return args, kwargs
 
         def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
             if called is not module:
                 return None
-            number = numbers[threading.get_ident()].pop()
+            entry = entries[threading.get_ident()].pop()
+            number = None if entry.number < 0 else entry.number
             for point in points:
                 if not point.is_at_input and fires(point, number=number):
-                    changed = self._changed(point, _find(point, output))
+                    value = _find(point, output)
+                    changed = self._changed(point, value, is_shared=entry.passed_on(value))
                     output = _with_part(output, point.path, changed)
             return output
 
-        ours = {point.name: list(self._changes[point]) for point in points}
+        told = {point.name: list(self._changes[point]) for point in points}
+        ours = told if self._is_told else None
         yield module.register_forward_pre_hook(_as_written(before, _Change, ours), with_kwargs=True)
         handle = module.register_forward_hook(_as_written(after, _Change, ours))
         # Before those of others, such as hooks of the model's own that collect what layers give,
@@ -1170,7 +1236,7 @@ class Intervention:
             hooks.move_to_end(key, last=False)
         yield handle
 
-    def _changed(self, point: Point, value: Tensor) -> Tensor:
+    def _changed(self, point: Point, value: Tensor, *, is_shared: bool) -> Tensor:
         if not point.is_gradient:
             self.fired.add(point.name)
             if not point.is_at_input:
@@ -1180,7 +1246,7 @@ class Intervention:
         if not torch.is_grad_enabled():
             return value
         into = point.layer if point.is_at_input else None
-        value = _carrier(value, is_shared=point.is_at_input, into=into)
+        value = _carrier(value, is_shared=is_shared, into=into)
 
         def change(gradient: Tensor) -> Tensor:
             self.fired.add(point.name)
@@ -1208,7 +1274,9 @@ class Intervention:
 
 
 @checked
-def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]]) -> Intervention:
+def intervene(
+    module: nn.Module, changes: Mapping[str, Any], *, is_told: bool = True
+) -> Intervention:
     """Change what layers take in, give out, or pass backwards, from now until the end of a block.
 
     Args:
@@ -1218,6 +1286,7 @@ def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]
             At ``NAME:grad`` and ``NAME:grad_input`` they get the gradient in a backward pass. A
             point without ``@`` of a layer that runs several times means each time. A capture at
             the same point shows what the functions gave.
+        is_told: Whether the id of an extraction within the block has the functions in it.
 
     Returns:
         A handle; as a ``with`` block it raises LayerError at the end if a point never fired.
@@ -1230,9 +1299,14 @@ def intervene(module: nn.Module, changes: Mapping[str, Change | Sequence[Change]
         for point in resolve_points(module, name):
             if point.what == "badge":
                 raise LayerError(f"{point.name} is computed, and nothing flows through it")
-            several = [functions] if callable(functions) else list(functions)
+            several = [functions] if callable(functions) else functions
+            if not isinstance(several, (list, tuple)) or not all(map(callable, several)):
+                raise LayerError(
+                    f"changes[{name!r}] is {short(repr(functions))}; give a function of the "
+                    "tensor, or a list of functions"
+                )
             resolved.setdefault(point, []).extend(several)
-    return Intervention(module, resolved)
+    return Intervention(module, resolved, is_told=is_told)
 
 
 @contextlib.contextmanager
@@ -1327,7 +1401,7 @@ def watched(
         yield child.register_forward_hook(_Hook(after), always_call=True)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_FAST_PATHS_OFF)
+        stack.enter_context(FAST_PATHS_OFF)
         if "torch._dynamo" in sys.modules:  # what is compiled would call no hooks, or compile them
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, child in module.named_modules():

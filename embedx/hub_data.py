@@ -121,7 +121,7 @@ def huggingface(
     table = _Table(found.shown, Rows(opened, n), _features(schema))
     item = _item_column(table, column)
     label_column = _label_column(table, label, {item.name, id})
-    labels, label_names = _labels(table, label_column)
+    labels, label_names, label_numbers = _labels(table, label_column)
     ids = _ids(table, id)
     metadata, passed_over, cut = _metadata(table, item, {label_column, id})
     files = tuple((one.shown, one.n_rows, one.stamp) for one in table.rows.files)
@@ -155,6 +155,7 @@ def huggingface(
         item_hashes=item_hashes,
         labels=labels,
         label_names=label_names,
+        label_numbers=label_numbers,
         metadata=metadata,
         notes=(*notes, *cut),
         warnings=tuple(beside.told()),
@@ -454,9 +455,9 @@ def _is_label(kind: Any) -> bool:
 # --------------------------------------------------------------------------- columns
 
 
-def _labels(table: _Table, name: str | None) -> tuple[Array | None, list[str]]:
+def _labels(table: _Table, name: str | None) -> tuple[Array | None, list[str], list[int] | None]:
     if name is None:
-        return None, []
+        return None, [], None
     values = table.values(name, "label")
     names = table.class_names(name)
     if _is_texts(table.type_of(name)):
@@ -467,8 +468,8 @@ def _labels(table: _Table, name: str | None) -> tuple[Array | None, list[str]]:
             "mend it, or choose data.label=none"
         )
     none = (None,) if names is None else (None, -1)
-    labels, told = counted_through(values, names, none=none)
-    return (labels, told) if told else (None, [])
+    labels, told, numbers = counted_through(values, names, none=none)
+    return (labels, told, numbers) if told else (None, [], None)
 
 
 def _outside(values: Sequence[Any], n_names: int) -> int | None:

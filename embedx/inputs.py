@@ -319,6 +319,11 @@ class _Item:
     reason: str | None = None
 
 
+def rows_together(model: Model, *, batch_size: int) -> int:
+    """How many rows are read and committed together: a batch, of texts a whole window."""
+    return batch_size * (1 if model.tokenizer is None else WINDOW_BATCHES)
+
+
 class Batches(torch.utils.data.Dataset[Batch]):
     """Whole batches by number, so that a worker process prepares one at a time.
 
@@ -331,6 +336,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
         only_pictures: Whether tensors are refused, for they would pass by the preprocessing that
             was asked for.
         first_row: Where the first batch begins.
+        end_row: Where the last one ends; the end of the source where not given.
     """
 
     def __init__(
@@ -343,6 +349,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
         thumbnails: int = 0,
         only_pictures: bool = False,
         first_row: int = 0,
+        end_row: int | None = None,
     ) -> None:
         self._source = source
         self._preprocess = model.preprocess
@@ -351,8 +358,9 @@ class Batches(torch.utils.data.Dataset[Batch]):
         self._only_pictures = only_pictures
         self._side_px = thumbnails
         self._pass_size = batch_size
-        self._batch_size = batch_size * (1 if self._tokenizer is None else WINDOW_BATCHES)
+        self._batch_size = rows_together(model, batch_size=batch_size)
         self._first_row = first_row
+        self._end_row = len(source) if end_row is None else end_row
         # A random crop, say: drawn from the seed of its row, as what the data themselves draw.
         prepares_alone = self._preprocess is None or not self._preprocess.is_own
         self._is_seeded = source.draws or not prepares_alone
@@ -362,7 +370,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
         self._n_threads = n_threads() if is_shared else 1
 
     def __len__(self) -> int:
-        return math.ceil((len(self._source) - self._first_row) / self._batch_size)
+        return math.ceil((self._end_row - self._first_row) / self._batch_size)
 
     def __getitem__(self, number: int) -> Batch:
         try:
@@ -372,7 +380,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
 
     def _read(self, number: int) -> Batch:
         start = self._first_row + number * self._batch_size
-        size = min(self._batch_size, len(self._source) - start)
+        size = min(self._batch_size, self._end_row - start)
         collate = self._source.collate
         good: dict[int, Any] = {}
         pieces: list[Piece] = []

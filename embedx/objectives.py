@@ -1,7 +1,6 @@
 """What gradients are of: one number a sample, made of the class scores that a model gives."""
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,23 +85,29 @@ def read_classes(classes: str | Sequence[str] | None) -> list[str] | None:
 
 
 def class_of_label(
-    label_names: Sequence[str], classes: Sequence[str] | None, *, n_classes: int, title: str
+    label_names: Sequence[str],
+    label_numbers: Sequence[int] | None,
+    classes: Sequence[str] | None,
+    *,
+    n_classes: int,
+    title: str,
 ) -> Array | None:
-    """The number of the class that each label names.
+    """The number of the class that each label means.
 
     Args:
         label_names: Names of the labels; empty where labels are numbers of classes themselves.
+        label_numbers: The number that each has in the data, where its labels are numbers.
         classes: Names of the classes, in the order of the scores.
         n_classes: How many scores there are.
         title: What the user calls the model, for messages.
 
     Returns:
-        Shape ``(len(label_names),)``: by the names of ``classes``; without these, by the number
-        where all names are whole numbers, and in their order where there are as many as classes.
+        Shape ``(len(label_names),)``: by the names of ``classes``; without these, by the numbers,
+        and of texts in their alphabetical order where there are as many as classes, which is said.
         None where labels are numbers of classes themselves.
 
     Raises:
-        ConfigError: A label names no class, or which one is not known.
+        ConfigError: A label means no class, or which one is not known.
     """
     if classes is not None and len(classes) != n_classes:
         raise ConfigError(
@@ -111,7 +116,6 @@ def class_of_label(
         )
     if not label_names:
         return None
-    are_numbers = all(re.fullmatch("0|[1-9][0-9]*", name) for name in label_names)
     if classes is not None:
         if strange := [name for name in label_names if name not in classes]:
             raise ConfigError(
@@ -119,22 +123,28 @@ def class_of_label(
                 + ", ".join(nearest(strange[0], classes))
             )
         return np.array([classes.index(name) for name in label_names])
-    if are_numbers:
-        numbers = np.array([int(name[:18]) for name in label_names])
-        if numbers.max() >= n_classes:
+    if label_numbers is not None:
+        if not 0 <= min(label_numbers) <= max(label_numbers) < n_classes:
             raise ConfigError(
-                f"the labels are numbers up to {numbers.max()}, and {title} has scores of "
-                f"{n_classes:,} classes, numbered 0 to {n_classes - 1}; choose a model that was "
-                "trained on these labels, or say which class each is: classes=FILE"
+                f"the labels are numbers {min(label_numbers)} to {max(label_numbers)}, and {title} "
+                f"has scores of {n_classes:,} classes, numbered 0 to {n_classes - 1}; choose a "
+                "model that was trained on these labels, or say which class each is: classes=FILE"
             )
-        return numbers
+        return np.array(label_numbers)
     if len(label_names) != n_classes:
         raise ConfigError(
             f"which of the {n_classes:,} classes of {title} the labels mean is not known: "
             f"{listed(label_names)}; name the classes in the order of the scores: classes=FILE "
             "with a name a line, or classes=[A,B]"
         )
-    return np.arange(n_classes)
+    order = sorted(label_names)
+    log.warning(
+        "the labels are taken for the classes of %s in alphabetical order, %s, as if it was "
+        "trained on folders of these names; where its order is another, say it by classes=",
+        title,
+        listed([f"{name} is {number}" for number, name in enumerate(order)], most=4),
+    )
+    return np.array([order.index(name) for name in label_names])
 
 
 def numbered(label_names: Sequence[str], classes: Array) -> str:
@@ -155,6 +165,7 @@ class Backward:
         got: The capture that the gradients are for.
         title: What the user calls the model, for messages.
         label_names: Names of the labels, as far as they have any.
+        label_numbers: Their numbers in the data, where they are numbers there.
         classes: Names of the classes, in the order of the scores.
     """
 
@@ -165,14 +176,16 @@ class Backward:
         *,
         title: str,
         label_names: Sequence[str],
+        label_numbers: Sequence[int] | None,
         classes: Sequence[str] | None,
     ) -> None:
         self._objective = objective
         self._got = got
         self._title = title
         self._label_names = label_names
+        self._label_numbers = label_numbers
+        self._known: Array | None = None
         self._classes = classes
-        self._is_said = False
 
     def run(self, output: Any, labels: Tensor | None, *, n: int) -> None:
         """One backward pass.
@@ -226,10 +239,21 @@ class Backward:
         )
 
     def _as_classes(self, labels: Tensor, n_classes: int) -> Tensor:
-        known = class_of_label(
-            self._label_names, self._classes, n_classes=n_classes, title=self._title
-        )
-        if known is None:
+        if self._known is None:
+            self._known = class_of_label(
+                self._label_names,
+                self._label_numbers,
+                self._classes,
+                n_classes=n_classes,
+                title=self._title,
+            )
+            if self._known is not None:
+                log.info(
+                    "the loss is that of the labels as classes of %s: %s",
+                    self._title,
+                    numbered(self._label_names, self._known),
+                )
+        if self._known is None:
             if int(labels.max()) >= n_classes:
                 raise ConfigError(
                     f"objective=loss takes labels for numbers of classes, and they go up to "
@@ -237,13 +261,6 @@ class Backward:
                     "a model that was trained on these labels, or objective=predicted"
                 )
             return labels.long()
-        if not self._is_said:
-            self._is_said = True
-            log.info(
-                "the loss is that of the labels as classes of %s: %s",
-                self._title,
-                numbered(self._label_names, known),
-            )
         # The last one is that of -1, none.
-        table = torch.as_tensor(np.append(known, -1), device=labels.device)
+        table = torch.as_tensor(np.append(self._known, -1), device=labels.device)
         return table[labels.long()]

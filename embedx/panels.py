@@ -130,6 +130,7 @@ def panels(
     named: bool = True,
     told: str | None = None,
     note: str | None = None,
+    remark: str | None = None,
 ) -> "Figure":
     """Maps side by side in the same colours, with one legend.
 
@@ -155,6 +156,7 @@ def panels(
         told: Under which name the log says how many rows are shown as images; it does not where
             none is given.
         note: A line below the title.
+        remark: A line above the title.
 
     Raises:
         DependencyError: matplotlib is not installed.
@@ -207,8 +209,8 @@ def panels(
         if entries:
             name = None if colors.name == "label" else colors.name
             key = legend(figure, entries, title=name, beside=every[across - 1].transAxes)
-        most = int(10 * panel_in * across)
-        lines = [as_label(text, most=most) for text in (title, note) if text]
+        most = int(12 * panel_in * across)  # a letter is 0.08 inches wide
+        lines = [as_label(text, most=most) for text in (remark, title, note) if text]
         above = figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11)
         # Letters that no font has are told when the figure is saved.
         with warnings.catch_warnings(action="ignore", category=UserWarning):

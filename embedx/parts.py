@@ -1,6 +1,8 @@
 """Files that are parts of one: rows in order, each part a whole embeddings file of its own."""
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +13,74 @@ from embedx.store import Embeddings, Writer
 _BLOCK_BYTES = 2**24
 
 
-def append_parts(writer: Writer, parts: Sequence[Embeddings]) -> None:
+def part_rows(number: int, *, n_parts: int, n_rows: int, block: int) -> range:
+    """The rows of a part; parts are as equal as whole blocks allow.
+
+    Args:
+        number: Of the part, from 0.
+        n_parts: How many there are.
+        n_rows: Of all parts.
+        block: Rows that stay together; a part begins at a multiple of it.
+    """
+    n_blocks = -(-n_rows // block)
+    first, end = (at * n_blocks // n_parts * block for at in (number, number + 1))
+    return range(min(first, n_rows), min(end, n_rows))
+
+
+class Feed(abc.ABC):
+    """What tells a process which parts to make, one after the other.
+
+    Attributes:
+        n_parts: How many there are in all.
+        file_id: The id of the whole, as whoever asks for its parts knows it.
+        identity: What decides its rows, to name a difference.
+    """
+
+    n_parts: int
+    file_id: str
+    identity: dict[str, Any]
+
+    @abc.abstractmethod
+    def next(self) -> int | None:
+        """The part to make now; None when there is no more. The one before is made."""
+
+
+class Engine(abc.ABC):
+    """What has parts made by other processes."""
+
+    @property
+    @abc.abstractmethod
+    def n_workers(self) -> int:
+        """How many work at once."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        parts: Sequence[int],
+        *,
+        about: dict[str, Any],
+        ended: Callable[[int], None],
+        tick: Callable[[Collection[int]], None],
+    ) -> dict[int, str]:
+        """Have parts made, and leave no process behind, whatever happens.
+
+        Args:
+            parts: Their numbers.
+            about: What a process has to know beside: ``n_parts``, ``file_id``, ``identity``.
+            ended: Called with the number of each part that is made.
+            tick: Called now and then with the parts under way; what it raises ends the run.
+
+        Returns:
+            Why parts failed, by their number.
+        """
+
+
+def append_parts(writer: Writer, parts: Iterable[Embeddings]) -> None:
     """Copy what is streamed of each row, part by part, and why rows failed.
 
     Args:
         writer: Of the file that has all rows, at row 0; its fields are among those of each part.
-        parts: In order; each row is held to its checksum first.
+        parts: In order, one at a time; each row is held to its checksum first.
 
     Raises:
         StoreError: A row of a part does not match its checksum, or the disk refused.

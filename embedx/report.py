@@ -97,8 +97,10 @@ def write_report(
     title = short(f"{model} on {source}")
     n_failed = int((~opened.ok).sum())
     about = f"{len(rows):,} of {opened.n_rows:,} samples"
-    if str(opened.attrs.get("weights", "")).startswith("random"):
-        about = f"RANDOM weights: the embeddings mean nothing by themselves. {about}"
+    if remarks := opened.remarks([str(one.attrs["layer"]) for one in maps]):
+        words = ", ".join(remarks)
+        words += ": the embeddings mean nothing by themselves" * ("RANDOM" in words)
+        about = f"{words[:1].upper()}{words[1:]}. {about}"
     graphs, graph_of = _graphs(opened, maps, rows)
     label = None if opened.labels is None else 0
     first = None if color is None else _place_of(opened, color)

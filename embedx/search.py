@@ -392,6 +392,11 @@ def _outliers(rows: _Rows, graph: Graph, writer: "_Writer", *, suffix: str) -> N
 def _labels(rows: _Rows, graph: Graph, writer: "_Writer", *, suffix: str) -> None:
     assert rows.labels is not None
     assert rows.opened.labels is not None
+    if rows.opened.is_of_labels(rows.point):
+        log.warning(
+            "labels: gradients of the loss of the labels have these in them, so that wrong ones "
+            "are not found; take another layer, or gradients of objective=predicted"
+        )
     labels = rows.opened.labels[rows.numbers]
     if len(classes := np.unique(labels[labels >= 0])) < 2:
         log.info("labels: there is only one, so none can be wrong")

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
@@ -1261,19 +1261,29 @@ def _doomed_parts(path: Path) -> Path:
 _PARTS_MARK = "of.txt"
 
 
-def begin_parts(path: Path, *, of: str) -> None:
+def begin_parts(path: Path, *, of: str, n: int) -> None:
     """Make the folder for the parts of an extraction, or go on with it.
 
+    Several processes may begin the parts of one file at once.
+
     Args:
-        path: The file to be; its lock must be ours.
+        path: The file to be.
         of: Its id.
+        n: How many parts there are.
 
     Raises:
-        StoreError: The disk refused.
+        StoreError: Parts of another run are there, or the disk refused.
     """
-    if parts_id(path) not in (None, of):  # of a run that was killed before its first row
-        remove_parts(path)
-    replace_file(parts_folder(path) / _PARTS_MARK, of.encode())
+    try:
+        _DISK.make_folder(path.parent)
+        with waiting_lock(parts_folder(path), work="begins the parts of the same run"):
+            require_no_parts(path, of=of, n=n)
+            if parts_id(path) not in (None, of):  # of a run that was killed before its first row
+                remove_parts(path)
+            if (parts_id(path), parts_number(path)) != (of, n):
+                replace_file(parts_folder(path) / _PARTS_MARK, f"{of}\n{n}\n".encode())
+    except OSError as error:
+        raise _disk_error(error, path, None) from error
 
 
 def end_parts(path: Path) -> None:
@@ -1288,24 +1298,52 @@ def _has_parts(path: Path) -> bool:
 
 def parts_id(path: Path) -> str | None:
     """The id of the extraction whose parts lie there; None of none, and of a recording."""
+    marked = _parts_mark(path)
+    return marked[0] if marked else None
+
+
+def parts_number(path: Path) -> int | None:
+    """How many parts there are to be; None where there are none, or it is not known."""
+    marked = _parts_mark(path)
+    return int(marked[1]) if len(marked) > 1 and marked[1].isdecimal() else None
+
+
+def _parts_mark(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return (parts_folder(path) / _PARTS_MARK).read_text(encoding="utf-8", errors="replace")
-    return None
+        mark = parts_folder(path) / _PARTS_MARK
+        return mark.read_text(encoding="utf-8", errors="replace").split("\n")
+    return []
 
 
-def require_no_parts(path: Path, *, of: str | None = None) -> None:
+def part_path(path: Path, number: int) -> Path:
+    """Where a part of ``path`` lies until they are joined."""
+    return parts_folder(path) / f"{number:06d}" / path.name
+
+
+def require_no_parts(path: Path, *, of: str | None = None, n: int | None = None) -> None:
     """Raise StoreError if what lies where ``path`` is to be was not finished, and is another run.
 
     Args:
         path: The file to be.
-        of: Its id, where it is to be made of parts.
+        of: Its id.
+        n: How many parts it is to be made of; 0 for none, None for any number.
     """
-    if not parts_folder(path).is_dir() or (of is not None and parts_id(path) == of):
+    if not parts_folder(path).is_dir():
+        return
+    is_own = of is not None and parts_id(path) == of
+    there = parts_number(path)
+    if is_own and (n is None or there in (None, n)):
         return
     folder = str(path.parent)
     if parts_id(path) is not None:
         if not _has_parts(path):
             return
+        if is_own:
+            how = f"n_parts is {n}" if n else "this command has no n_parts"
+            raise StoreError(
+                f"{folder} holds parts of this run, of {there} in all, and {how}; go on with "
+                f"n_parts={there}, or replace them with overwrite=true"
+            )
         raise StoreError(
             f"{folder} holds parts of another run that was not finished; run the command of that "
             "one again, choose another out, or replace it with overwrite=true"
@@ -1610,7 +1648,9 @@ def _lay_out(
                 lcpl=links,
             )
             dataset = h5py.Dataset(dataset_id)
-            for key, value in attrs.get(name, {}).items():
+            # In the order in which they are read back: a file that is joined of parts, whose fields
+            # are those of a part, is then the one that was written in one go.
+            for key, value in sorted(attrs.get(name, {}).items()):
                 dataset.attrs[key] = value
             # An empty dataset has no place in the file, and nothing is written to it.
             offsets[name] = int(dataset_id.get_offset() or 0)
@@ -2044,6 +2084,9 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
+_GRADIENT_POINT = re.compile(r":grad(_input)?(\.|$)")
+
+
 class Embeddings:
     """An embeddings file, opened for reading; arrays are memory-mapped.
 
@@ -2148,6 +2191,25 @@ class Embeddings:
             identity = None
         return identity if isinstance(identity, dict) else {}
 
+    def remarks(self, layers: Iterable[str] = ()) -> list[str]:
+        """What whoever sees the rows of these layers has to know of how they were made.
+
+        Args:
+            layers: Capture points; some may be of gradients.
+        """
+        said = ["RANDOM weights"] if str(self.attrs.get("weights", "")).startswith("random") else []
+        if self.identity.get("ablate"):
+            said.append("ablated")
+        objective = self.identity.get("objective")
+        if objective is not None and any(_GRADIENT_POINT.search(layer) for layer in layers):
+            of = {"predicted": "the predicted class", "loss": "the loss of the labels"}
+            said.append(f"gradients of {of.get(str(objective), f'class {objective}')}")
+        return said
+
+    def is_of_labels(self, layer: str) -> bool:
+        """Whether the rows of a layer were made with the labels, which they then tell of."""
+        return self.identity.get("objective") == "loss" and bool(_GRADIENT_POINT.search(layer))
+
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
         """Shape ``(n,)``: the rows that hold a result."""
@@ -2243,6 +2305,14 @@ def find_embeddings(where: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         path = path / EMBEDDINGS_NAME
     if not path.exists():
+        if parts_id(path) is not None and _has_parts(path):
+            n_done = sum(1 for _ in parts_folder(path).glob(f"*/{path.name}"))
+            raise StoreError(
+                f"{path} is not joined yet, {n_done:,} of {parts_number(path) or n_done:,} parts "
+                "are there; the command that made them, with n_parts and without part, makes what "
+                f"is missing and joins them; a part alone opens by its own file, such as "
+                f"{part_path(path, 0)}"
+            )
         require_no_parts(path)
         if partial_path(path).exists():
             partial = Embeddings(partial_path(path))
@@ -2252,6 +2322,54 @@ def find_embeddings(where: str | os.PathLike[str]) -> Path:
             )
         raise StoreError(f"there is no {path}; make it with: python -m embedx extract")
     return path
+
+
+class PartReader:
+    """What a file says of itself, again and again while it is being written, at little cost.
+
+    Args:
+        path: The final name of the file.
+
+    Attributes:
+        attrs: Its root attributes; empty as long as it is not there.
+        fields: What is streamed of each row.
+        rows_done: How many rows are committed.
+        is_complete: Whether all are, and the file has its final name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.attrs: dict[str, Any] = {}
+        self.fields: list[Field] = []
+        self.rows_done = 0
+        self.is_complete = False
+        self._commit: Array | None = None  # a map, which sees what is written later
+
+    def read(self) -> "PartReader":
+        """Look again.
+
+        Raises:
+            StoreError: It is damaged, or not a file of embedx.
+        """
+        if self._commit is None:
+            found = self.path if self.path.exists() else partial_path(self.path)
+            if not found.exists():
+                return self
+            with _reading(found), _Skeleton(found) as skeleton:
+                self.attrs = skeleton.check_embeddings()
+                self.fields = [
+                    dataclasses.replace(field, attrs=skeleton.dataset_attrs(field.name))
+                    for field in skeleton.fields()
+                ]
+                self._commit = skeleton.map("commit")
+        newest = _newest_record(
+            self._commit, n_rows=int(self.attrs["n_rows"]), run=_run_bytes(str(self.attrs["id"]))
+        )
+        if newest is None:
+            raise StoreError(f"{self.path} holds no valid commit record; make it anew")
+        self.rows_done = newest.rows_done
+        self.is_complete = newest.state == _COMPLETE and self.path.exists()
+        return self
 
 
 @checked

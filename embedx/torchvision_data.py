@@ -290,8 +290,13 @@ def _source(items: Any, *, name: str, root: str, split: str | None, limit: int |
         fingerprint, hashes = hashed_rows(pixels[:n], "uint8")
         source = dataclasses.replace(source, fingerprint=fingerprint, item_hashes=hashes)
     if labels is not None:
-        indices, names = counted_through(labels[:n], classes, none=(-1,))
-        source = dataclasses.replace(source, labels=indices if names else None, label_names=names)
+        indices, names, numbers = counted_through(labels[:n], classes, none=(-1,))
+        source = dataclasses.replace(
+            source,
+            labels=indices if names else None,
+            label_names=names,
+            label_numbers=numbers,
+        )
     counted = f"{len(source.label_names) or 'no'} classes"
     note = f"{name}{f', {part}' * bool(part)}: {n:,} pictures, "
     note += "labels in the items" if source.labels_in_items else counted

@@ -263,8 +263,6 @@ class _Drawing(NamedTuple):
         """Some of the maps side by side."""
         opened = self.opened
         about = f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}"
-        if str(opened.attrs.get("weights", "")).startswith("random"):
-            about = f"RANDOM weights, {about}"
         maps = [self.maps[number] for number in numbers]
         layers = dict.fromkeys(str(projection.attrs["layer"]) for projection in maps)
         title = f"{about}, layer {', '.join(layers)}"
@@ -283,6 +281,7 @@ class _Drawing(NamedTuple):
             self.colors,
             across=across,
             title=title,
+            remark=", ".join(opened.remarks(layers)),
             needed_for="view",
             points=self.points,
             theme=self.theme,

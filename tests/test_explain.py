@@ -247,6 +247,7 @@ def test_a_sample_that_fails_fails_alone(caplog: pytest.LogCaptureFixture) -> No
         "f",
         labels=np.array([0, 1, 0, 1, -1, 1], np.int32),
         label_names=["0", "1"],
+        label_numbers=[0, 1],
     )
     with caplog.at_level(logging.WARNING, "embedx"):
         done = embedx.explain(

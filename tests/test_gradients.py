@@ -428,7 +428,7 @@ class Pictures(Net):
         (
             Net,
             {"objective": "loss", "labels": [*range(11)]},
-            "numbers up to 10, and net has scores of 3",
+            "are numbers 0 to 10, and net has scores of 3",
         ),
         (Net, {"objective": "lost"}, "objective must be one of predicted, loss or a whole number"),
         (Net, {"objective": 1, "layers": "conv"}, "objective=1 has no use without a gradient"),
@@ -626,7 +626,8 @@ def test_asking_for_a_gradient_changes_nothing_or_is_refused(tmp_path: Path) -> 
     ("labels", "classes", "wanted"),
     [
         ([2, 2, 1, 2], None, [2, 2, 1, 2]),  # 0 does not occur
-        (["b", "c", "a", "b"], None, [1, 2, 0, 1]),
+        (["b", "c", "a", "b"], None, [1, 2, 0, 1]),  # said
+        (["2", "10", "1", "2"], None, [2, 1, 0, 2]),  # texts, as folders are counted
         (["dog", "cat", "dog", "cat"], ["bird", "cat", "dog"], [2, 1, 2, 1]),
         (["1", "0", "2", "1"], ["2", "1", "0"], [1, 2, 0, 1]),
         (["dog", "cat", "dog", "cat"], None, "which of the 3 classes of net .*cat, dog; name"),
@@ -652,6 +653,34 @@ def test_the_class_of_a_label(labels: Any, classes: Any, wanted: Any, tmp_path: 
         assert near(torch.tensor(row), got["conv2@0:grad"].flatten())
     if classes or labels[0] == 2:  # fewer rows, and other labels that occur
         assert np.allclose(run(1)[0], rows[0], atol=1e-7)
+
+
+def test_numbered_classes_of_a_data_set_are_those_of_its_targets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Folders(torch.utils.data.Dataset[Tensor]):
+        classes = ("0", "1", "10")  # as torchvision's ImageFolder counts them
+        targets = (2, 0, 2, 1)
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> Tensor:
+            return X[i]
+
+    for part, targets in (
+        (Folders(), Folders.targets),
+        (torch.utils.data.Subset(Folders(), [0, 2]), [2, 2]),
+    ):
+        rows = embedx.extract(
+            net(), part, layers="conv2:grad", pooling="flatten", objective="loss",
+            out=tmp_path / str(len(targets)),
+        ).embeddings["conv2:grad"][:]  # fmt: skip
+        x = X[:4] if len(targets) == 4 else X[[0, 2]]
+        for one, label, row in zip(x, targets, rows, strict=True):
+            got = moved(net(), one[None], lambda s, y=label: objective_of(s, y, "loss"))  # type: ignore[misc]
+            assert near(torch.tensor(row), got["conv2@0:grad"].flatten())
+    assert "alphabetical" not in caplog.text
 
 
 def test_a_file_with_more_to_it_is_not_taken_for_one_with_less(tmp_path: Path) -> None:
@@ -734,3 +763,99 @@ def test_rows_that_vanish_in_half_precision_are_said(
         model.head.weight *= 1e-9
     embedx.extract(model, X, layers="conv2:grad", pooling="flatten", dtype="float16", out=tmp_path)
     assert "rows of conv2:grad are so small that float16 makes zeros of them" in caplog.text
+
+
+def test_the_gradient_at_penultimate(tmp_path: Path) -> None:
+    rows = embedx.extract(net(), X, layers="penultimate:grad", objective=2, out=tmp_path)
+    wanted = one_by_one(net(), ["head:grad_input"], 2)["head:grad_input"]
+    assert near(torch.tensor(rows.embeddings["head:grad_input"][:]), torch.tensor(wanted))
+
+
+def test_what_was_not_captured_is_said() -> None:
+    with embedx.capture(net(), ["conv", "head:grad"]) as got:
+        with pytest.raises(
+            LayerError, match="'norm' was not captured; what was is conv, head:grad"
+        ):
+            got["norm"]
+        assert "norm" not in got
+        assert got.get("norm") is None
+
+
+class Sliced(nn.Module):
+    """A layer that gives a view, which is worked on in place for the sake of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.part, self.head = nn.Linear(4, 4), Half(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1
+        self.part(h).mul_(3)
+        return self.head(h)
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2]
+
+
+def test_a_view_that_is_worked_on_in_place_is_said_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Sliced(), torch.randn(5, 4)
+    with embedx.capture(model, "part:grad"), embedx.capture(model, "a:grad"):
+        model(x).sum().backward()
+    assert caplog.text.count("part:grad: another layer works in place on what is there") == 1
+    assert "a:grad" not in caplog.text
+    with pytest.raises(LayerError, match="gives something else when part:grad, a:grad is asked"):
+        embedx.extract(model, x, layers=["part:grad", "a:grad"], out=tmp_path)
+
+
+def test_badge_of_scores_that_are_changed_in_place_afterwards_is_refused() -> None:
+    class Cold(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.fc(x)
+            scores /= 0.1
+            return scores
+
+    with (
+        torch.no_grad(),
+        embedx.capture(model := Cold(), "fc:badge"),
+        pytest.raises(LayerError, match="fc does not give the class scores"),
+    ):
+        model(torch.randn(2, 3))
+
+
+def test_rows_whose_scores_are_not_finite_fail(tmp_path: Path) -> None:
+    x = X.clone()
+    x[3] = torch.nan
+    run = embedx.extract(net(), x, layers="head:grad", pooling="none", objective=1, out=tmp_path)
+    assert np.flatnonzero(run.status == 2).tolist() == [3]
+    assert "its scores are not finite" in (tmp_path / "errors.jsonl").read_text()
+
+
+def test_one_tensor_under_several_keywords() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Product()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1
+            return self.inner(b=h, a=h)
+
+    class Product(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return 2 * a + 5 * b
+
+    model, x = Model(), torch.ones(2, 3)
+    with embedx.capture(model, ["inner:grad_input", "inner:grad_input.b"]) as got:
+        model(x.requires_grad_()).sum().backward()
+        assert float(got["inner:grad_input"][0, 0]) == 2.0
+        assert float(got["inner:grad_input.b"][0, 0]) == 5.0
+    with embedx.intervene(model, {"inner:input": lambda value: value * 0}):
+        assert model(x)[0, 0].item() == 5.0

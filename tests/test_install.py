@@ -86,6 +86,7 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
         "data",
         "text",
         "timm",
+        "ray",
         "sweep",
         "demo",
         "dev",

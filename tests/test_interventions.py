@@ -1,16 +1,19 @@
 """Interventions: what becomes of a model when a part of a layer is changed while it runs."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import embedx
+from embedx import store
 from embedx.ablations import Seen, as_ablations
 from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
 from tests.test_gradients import InPlace, Net, X, Y, near, net, weighted
@@ -130,7 +133,7 @@ def test_a_layer_that_backward_runs_again_is_changed_again() -> None:
         ({"conv2": lambda v: v[:, 1:]}, r"gives a tensor of shape \(11, 5, 4, 4\) in place of"),
         ({"conv2@1": zero(0)}, "nothing was changed at conv2@1: it did not fire"),
         ({"head:badge": zero(0)}, "nothing flows through it"),
-        ({"conv2": 3}, "changes must be"),
+        ({"conv2": 3}, r"changes\['conv2'\] is 3; give a function of the tensor"),
     ],
 )
 def test_what_cannot_be_changed_is_said(changes: Any, words: str) -> None:
@@ -229,12 +232,14 @@ def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) 
         ([{"at": "conv2", "chanel": 1}], ConfigError, r"the nearest are ablate\[0\].channels"),
         ([{"at": "conv2", "channels": []}], ConfigError, "must be different numbers, at least one"),
         ([{"at": "conv2", "channels": [1, 1]}], ConfigError, "must be different numbers"),
+        ([{"at": "conv2", "channels": 1, "by": "scale"}], ConfigError, "by=scale needs factor"),
+        ({"at": "conv2", "channels": 1}, ConfigError, "ablate is a list of mappings: 'ablate="),
+        (["conv2"], ConfigError, "ablate holds 'conv2', and takes mappings"),
         (
-            [{"at": "conv2", "channels": 1, "by": "scale"}],
+            [{"at": "conv2", "channels": 1, "value": 2.0}],
             ConfigError,
-            "factor belongs to by=scale",
+            "value has no use with by=zero; give by:patch",
         ),
-        ([{"at": "conv2", "channels": 1, "value": 2.0}], ConfigError, "value belongs to by=patch"),
         (
             [{"at": "conv2", "channels": 6}],
             LayerError,
@@ -317,15 +322,18 @@ def test_penultimate_of_an_ablation_is_that_of_the_model(tmp_path: Path) -> None
     assert rows[:, :7].all(axis=0).any()
 
 
-def test_methods_of_a_model_and_points_that_never_fire() -> None:
+def test_methods_of_a_model_and_points_that_never_fire(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
+    with embedx.intervene(model, {"conv": zero(0)}):
+        pass
+    assert "nothing was changed: the model was not run" in caplog.text
 
-    def never(**changes: Any) -> None:
-        with embedx.intervene(model, changes):
-            pass
+    def never() -> None:
+        with embedx.intervene(model, {"conv:grad": lambda gradient: gradient}):
+            model(X)
 
-    with pytest.raises(LayerError, match="nothing was changed at conv: it did not fire"):
-        never(conv=zero(0))
+    with pytest.raises(LayerError, match="nothing was changed at conv:grad: no gradient has"):
+        never()
     with embedx.intervene(model, {"conv": zero(0)}):
         changed = model.forward(X)
     with embedx.intervene(model, {"conv": zero(0)}):
@@ -351,3 +359,115 @@ def test_padding_is_no_part_of_a_mean_that_takes_the_place_of_tokens() -> None:
     assert torch.equal(late.changed(T, seen), T)  # of texts so short there is no such token
     with pytest.raises(LayerError, match="has 3 tokens, numbered 0 to 2, and not 5"):
         late.changed(T, Seen(n=2))
+
+
+def test_what_is_drawn_and_scored_says_how_the_rows_were_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "embedx")
+    x = torch.cat([X] * 4)
+    run = embedx.extract(
+        net(), x, labels=Y * 4, layers=["conv2:grad", "conv2"], pooling="gap", objective="loss",
+        ablate=[{"at": "conv", "channels": 1}], out=tmp_path,
+    )  # fmt: skip
+    embedx.project(run, method="pca", layer="conv2:grad")
+    titles = [text.get_text() for text in embedx.view(run).findobj(Text)]
+    assert any(
+        re.match("ablated, gradients of the loss of the labels\nnet on", title) for title in titles
+    )
+    embedx.view(run, viewer="report")
+    assert (
+        "Ablated, gradients of the loss of the labels. " in (tmp_path / "report.html").read_text()
+    )
+    embedx.evaluate(run)
+    said = "conv2:grad: gradients of the loss of the labels have these in them"
+    assert said in caplog.text
+    assert "\nconv2: gradients" not in caplog.text
+    caplog.clear()
+    embedx.search(run, layer="conv2:grad", find="labels")
+    assert "gradients of the loss of the labels have these in them" in caplog.text
+    caplog.clear()
+    embedx.search(run, layer="conv2", find="labels")
+    assert "gradients of the loss" not in caplog.text
+
+
+def test_a_gradient_that_is_changed_is_that_of_its_layer_alone() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.a = nn.Dropout(), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x * 1)
+            return h + 3 * self.drop(h)
+
+    model = Model().eval()
+    x = torch.ones(2, 3, requires_grad=True)
+    with embedx.intervene(model, {"drop:grad": lambda gradient: gradient * 0}):
+        model(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(2, 3))  # the shortcut is as it was
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_an_ablated_run_goes_on_and_knows_padding_in_every_batch(
+    batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            h = torch.tanh(self.embed(ids)) * attention_mask[..., None]
+            return self.head(h.sum(1) / attention_mask.sum(1, keepdim=True))
+
+    torch.manual_seed(0)
+    model = Classifier()
+    ids = torch.randint(0, 9, (8, 5))
+    mask = (torch.arange(5) < torch.tensor([5, 5, 5, 2, 3, 1, 4, 2])[:, None]).long()
+    items = [{"ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
+    options: dict[str, Any] = {
+        "layers": "head", "batch_size": batch_size,
+        "ablate": [{"at": "embed", "units": [1], "by": "mean"}],
+    }  # fmt: skip
+    wanted = []
+    for one, m in zip(ids, mask, strict=True):
+        h = model.embed(one[: m.sum()]).detach()
+        h[:, 1] = h[:, 1].mean()
+        wanted.append(model.head(torch.tanh(h).mean(0)).detach())
+    whole = embedx.extract(model, items, out=tmp_path / "whole", **options)
+    assert near(torch.tensor(whole.embeddings["head"][:]), torch.stack(wanted))
+    append = store.Writer.append
+
+    def cut(self: store.Writer, *args: Any, **kwargs: Any) -> None:
+        append(self, *args, **kwargs)
+        self.commit()
+        if self.rows_done >= 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Writer, "append", cut)
+        with pytest.raises(KeyboardInterrupt):
+            embedx.extract(model, items, out=tmp_path / "cut", **options)
+    again = embedx.extract(model, items, out=tmp_path / "cut", **options)
+    assert whole.path.read_bytes() == again.path.read_bytes()
+    assert "first pass" not in caplog.text
+
+
+def test_as_many_tokens_as_samples_are_told_apart(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Identity(), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.unflatten(1, (4, 8)).transpose(0, 1)  # (t, n, d)
+            return self.head(self.layer(tokens).mean(0))
+
+    with pytest.raises(ShapeError, match="its first axis is not that of the samples"):
+        embedx.extract(
+            Model().eval(), torch.randn(4, 32), layers="head",
+            ablate=[{"at": "layer", "tokens": 0}], out=tmp_path,
+        )  # fmt: skip

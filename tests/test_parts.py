@@ -1,0 +1,441 @@
+"""Parts of a run: whatever is cut, in whatever order it is made, the file is that of one go."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import embedx
+import embedx.extract
+from embedx import models, store
+from embedx.errors import ConfigError, DataError, InUseError, StoreError
+from embedx.inputs import WINDOW_BATCHES
+from embedx.models import Preprocess
+from embedx.parts import Feed, part_rows
+from embedx.store import Embeddings
+from tests.conftest import EXHAUSTIVE, sha256
+from tests.test_extract import Crop
+from tests.test_tar_data import extract as extract_shards
+from tests.test_tar_data import numbers_of, shards, webdataset
+
+Array = np.ndarray[Any, Any]
+EXTRACT = sys.modules["embedx.extract"]
+Here = Callable[..., tuple[int, list[str], list[str]]]
+
+
+@drawn(n_rows=st.integers(0, 500), block=st.integers(1, 70), n_parts=st.integers(1, 30))
+@settings(max_examples=200, deadline=None)
+def test_parts_have_each_row_once_and_begin_at_whole_blocks(
+    n_rows: int, block: int, n_parts: int
+) -> None:
+    parts = [part_rows(i, n_parts=n_parts, n_rows=n_rows, block=block) for i in range(n_parts)]
+    assert [row for part in parts for row in part] == list(range(n_rows))
+    assert all(part.start % block == 0 or not len(part) for part in parts)
+    n_blocks = [-(-len(part) // block) for part in parts]
+    assert max(n_blocks) - min(n_blocks) <= 1
+
+
+class Net(nn.Module):
+    """A network that draws random numbers: its rows hang on the seed of their batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(len(x), 4)
+        return self.last(torch.relu(self.first(x)) + noise)  # type: ignore[no-any-return]
+
+
+N = 43
+
+
+def array(bad: tuple[int, ...] = ()) -> Array:
+    x = np.random.default_rng(0).standard_normal((N, 6)).astype("f4")
+    x[list(bad)] = np.nan
+    return x
+
+
+def extract(out: Path, x: Array | None = None, **given: Any) -> Embeddings:
+    torch.manual_seed(0)
+    about = {
+        "labels": [f"label {i % 3}" for i in range(N)],
+        "ids": [f"id {'ä' * (i % 4)}{i}" for i in range(N)],
+        **given,
+    }
+    layers = ["first", "last"]
+    x = array() if x is None else x
+    return embedx.extract(Net(), x, layers=layers, batch_size=4, out=out, **about)
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("bad", [(), (3, 17), tuple(range(8)), tuple(range(12, 43))], ids=len)
+@pytest.mark.parametrize("n_parts", [3, 11])
+def test_parts_in_any_order_are_the_file_of_one_go(
+    tmp_path: Path, n_parts: int, bad: tuple[int, ...]
+) -> None:
+    x = array(bad)
+    whole = extract(tmp_path / "whole", x, save_outputs=True)
+    for part in np.random.default_rng(0).permutation(n_parts)[: n_parts // 2 + 1].tolist():
+        try:
+            made = extract(tmp_path / "run", x, n_parts=n_parts, part=part, save_outputs=True)
+        except DataError:  # it has no good row: the join marks them
+            rows = part_rows(part, n_parts=n_parts, n_rows=N, block=4)
+            assert set(rows) <= set(bad)
+            continue
+        rows = part_rows(part, n_parts=n_parts, n_rows=N, block=4)
+        assert made.ids == whole.ids[rows.start : rows.stop]
+        np.testing.assert_array_equal(
+            made.embeddings["last"], whole.embeddings["last"][rows.start : rows.stop]
+        )
+    run = extract(tmp_path / "run", x, n_parts=n_parts, save_outputs=True)
+    assert np.isfinite(run.embeddings["last"]).sum() == (N - len(bad)) * 3
+    assert files(tmp_path / "run") == files(tmp_path / "whole")
+    listed = store.read_reasons(run.path)
+    assert [one["row"] for one in listed] == list(bad)
+
+
+def test_pictures_that_cannot_be_read_and_augmentations_are_those_of_their_rows(
+    photos: Path, tmp_path: Path
+) -> None:
+    first, *_, last = sorted(photos.rglob("*.jpg"))
+    for path in (first, last):
+        path.write_bytes(path.read_bytes()[:200])
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Identity(), nn.Linear(3, 2)).eval()
+    prepared = Crop(resize_px=16, crop_px=16)
+    given: dict[str, Any] = {"layers": "0", "batch_size": 2, "preprocess": prepared}
+    embedx.extract(net, photos, out=tmp_path / "whole", **given)
+    for part in (2, 0):
+        embedx.extract(net, photos, out=tmp_path / "run", n_parts=3, part=part, **given)
+    embedx.extract(net, photos, out=tmp_path / "run", n_parts=3, num_workers=1, **given)
+    assert files(tmp_path / "run") == files(tmp_path / "whole")
+    assert len(store.read_reasons(tmp_path / "run" / "embeddings.h5")) == 2
+
+
+def test_texts_are_cut_at_whole_windows(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from tests.test_text import save_encoder
+
+    model = models.hf(str(save_encoder(tmp_path / "tiny")))
+    rng = np.random.default_rng(0)
+    texts = [" ".join(["a", "b", "c"][: int(n)]) for n in rng.integers(1, 4, 3 * WINDOW_BATCHES)]
+    whole = embedx.extract(model, texts, batch_size=1, out=tmp_path / "whole")
+    parts = [
+        embedx.extract(model, texts, batch_size=1, out=tmp_path / "run", n_parts=2, part=part)
+        for part in (1, 0)
+    ]
+    assert [part.n_rows for part in parts] == [2 * WINDOW_BATCHES, WINDOW_BATCHES]
+    run = embedx.extract(model, texts, batch_size=1, out=tmp_path / "run", n_parts=2)
+    assert sha256(run.path) == sha256(whole.path)
+
+
+def test_shards_are_shared_out_by_parts(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "set", 5, 0, 4, 3)
+    whole = extract_shards(webdataset(str(folder)), tmp_path / "whole")
+    extract_shards(webdataset(str(folder)), tmp_path / "run", n_parts=2, part=1)
+    there = sorted(path.parent.name for path in (tmp_path / "run").glob("*.parts/*/*.h5"))
+    assert there == ["000002", "000003"]
+    run = extract_shards(webdataset(str(folder)), tmp_path / "run", n_parts=2)
+    assert numbers_of(run) == list(range(12))
+    assert sha256(run.path) == sha256(whole.path)
+    with pytest.raises(ConfigError, match="n_parts must be at most 4, the number of shards, not 5"):
+        extract_shards(webdataset(str(folder)), tmp_path / "b", n_parts=5)
+    with pytest.raises(ConfigError, match=r"data\.limit=3 counts through the shards in order"):
+        extract_shards(webdataset(str(folder), limit=3), tmp_path / "b", n_parts=2)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_part_that_is_damaged_or_of_another_run_is_named(tmp_path: Path) -> None:
+    whole = extract(tmp_path / "whole")
+    run, final = tmp_path / "run", tmp_path / "run" / "embeddings.h5"
+
+    def begun(*parts: int, n_parts: int = 3, **given: Any) -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        for part in parts:
+            extract(run, n_parts=n_parts, part=part, **given)
+
+    begun(1)
+    part = store.part_path(final, 1)
+    data = bytearray(part.read_bytes())
+    at = data.find(np.asarray(whole.embeddings["last"][20]).tobytes())
+    assert at > 0
+    data[at] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(
+        StoreError, match=r"000001/embeddings\.h5: row \d+ \(id .*20\) does not mat"
+    ):
+        extract(run, n_parts=3)
+    part.write_bytes(data[: len(data) // 2])
+    with pytest.raises(
+        StoreError, match=r"part 1 of 3 cannot be joined: .*000001.*; remove .*01 an"
+    ):
+        extract(run, n_parts=3)
+    shutil.copytree(store.part_path(final, 2).parent, part.parent, dirs_exist_ok=True)
+    with pytest.raises(
+        StoreError, match=r"000001/embeddings\.h5 is not part 1 of 3 of this run, it"
+    ):
+        extract(run, n_parts=3)
+    shutil.rmtree(part.parent)
+    assert sha256(extract(run, n_parts=3).path) == sha256(whole.path)
+
+    begun(0)
+    for given, message in (
+        ({"normalize": True}, "holds another run: normalize is false there and true here"),
+        ({"x": array((1,))}, r"the data has changed since: 1 edited \(id ä1\); choose"),
+        ({"n_parts": 2}, r"holds parts of this run, of 3 in all, and n_parts is 2; go on with n_p"),
+        ({"n_parts": None}, r"of 3 in all, and this command has no n_parts; go on with n_parts=3"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            extract(run, **{"n_parts": 3, **given})
+        part_of = {"part": 1} if given.get("n_parts", 3) else {}
+        with pytest.raises(StoreError, match=message):
+            extract(run, **{"n_parts": 3, **given, **part_of})
+    with pytest.raises(StoreError, match=r"is not joined yet, 1 of 3 parts are there; the command"):
+        embedx.open(run)
+    assert embedx.open(store.part_path(final, 0)).n_rows == 12
+    assert sha256(extract(run, overwrite=True).path) == sha256(whole.path)
+    assert files(run) == files(tmp_path / "whole")
+
+
+def test_a_file_that_changed_between_two_parts_is_named(photos: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    given: dict[str, Any] = {"layers": "0", "batch_size": 2, "n_parts": 3, "out": tmp_path / "run"}
+    given["preprocess"] = Preprocess(resize_px=40, crop_px=32)
+    embedx.extract(net, photos, part=0, **given)
+    os.utime(sorted(photos.rglob("*.jpg"))[1], ns=(1, 1))
+    with pytest.raises(StoreError, match=r"has changed since: 1 edited \(cat/03\.jpg\); choose"):
+        embedx.extract(net, photos, part=1, **given)
+
+
+def test_wrong_parts_are_refused_in_one_line_and_leave_nothing(tmp_path: Path) -> None:
+    for given, message in (
+        ({"part": 0}, "part=0 of how many. give n_parts too"),
+        ({"part": 3, "n_parts": 3}, "part must be 0 to 2 for n_parts=3, not 3"),
+        ({"part": -1, "n_parts": 3}, "part must be 0 to 2 for n_parts=3, not -1"),
+        ({"n_parts": 0}, "n_parts must be 1 to 1,000,000, not 0"),
+        (
+            {"n_parts": 12},
+            "n_parts must be at most 11 for 43 rows, which are made 4 at once, not 12",
+        ),
+        ({"n_parts": True}, "n_parts must be a whole number"),
+        ({"part": "1", "n_parts": 3}, "part must be a whole number"),
+        ({"part": 1, "n_parts": 3, "overwrite": True}, "overwrite=true has no use with part=1, fo"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            extract(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+class Centred(nn.Module):
+    """It keeps the mean of its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.centre = nn.Linear(6, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.centre is None:
+            self.centre = x.mean(0)
+        return self.layer(x - self.centre)  # type: ignore[no-any-return]
+
+
+def test_parts_of_a_model_that_made_itself_of_its_first_batch_are_not_joined(
+    tmp_path: Path,
+) -> None:
+    for part in (0, 1):
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"batch_size": 4, "out": tmp_path, "n_parts": 2, "layers": "layer"}
+        embedx.extract(Centred(), array(), part=part, **given)
+    torch.manual_seed(0)
+    with pytest.raises(StoreError, match="part 0 of 2 and part 1 of 2 are of a model that made it"):
+        embedx.extract(Centred(), array(), **given)
+
+
+def test_parts_made_by_others_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    extract(tmp_path, n_parts=2, part=0)
+    own = EXTRACT._environment()
+    monkeypatch.setattr(EXTRACT, "_environment", lambda: {**own, "threads": 99, "torch": "0"})
+    extract(tmp_path, n_parts=2, part=1)
+    run = extract(tmp_path, n_parts=2)
+    assert json.loads(run.attrs["environment"]) == own
+    assert "part 0 of 2 and part 1 of 2 were made with another torch, threads (" in caplog.text
+
+
+def test_a_part_that_another_process_makes_is_refused(tmp_path: Path) -> None:
+    extract(tmp_path, n_parts=3, part=1)
+    with (
+        store.writing_lock(store.part_path(tmp_path / "embeddings.h5", 2)),
+        pytest.raises(InUseError, match=r"000002/embeddings\.h5 is being written by"),
+    ):
+        extract(tmp_path, n_parts=3, part=2)
+    extract(tmp_path, n_parts=3, part=0)  # others are not
+    with (
+        store.writing_lock(tmp_path / "embeddings.h5"),
+        pytest.raises(InUseError, match=r"run|embeddings\.h5 is being written by"),
+    ):
+        extract(tmp_path, n_parts=3)
+    assert extract(tmp_path, n_parts=3).n_rows == N
+
+
+def test_a_run_killed_while_it_joins_has_lost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = extract(tmp_path / "whole")
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    plain = EXTRACT._fill
+    for place, name in (
+        (EXTRACT, "append_parts"),
+        (store, "replace_file"),
+        (store, "remove_parts"),
+    ):
+        run = tmp_path / name
+        extract(run, n_parts=3, part=0)
+        extract(run, n_parts=3, part=1)
+        extract(run, n_parts=3, part=2)
+        for attempt in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(EXTRACT, "_fill", counted)
+                if attempt:
+                    patch.setattr(place, name, lambda *_, **__: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        extract(run, n_parts=3)
+                else:
+                    extract(run, n_parts=3)
+        assert files(run) == files(tmp_path / "whole")
+    assert not calls
+    assert whole.n_rows == N
+
+
+def test_a_run_begun_in_one_go_is_not_begun_again_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store.Writer, "finish", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        extract(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match=r"partial was begun in one go; go on without n_parts and"):
+        extract(tmp_path, n_parts=3)
+    assert extract(tmp_path).n_rows == N
+
+
+def test_a_sweep_over_parts_and_the_command_without_part_give_the_run_of_one_go(
+    embedx_here: Here, tmp_path: Path
+) -> None:
+    words = ("extract", "model=mobilenet_v3_small", "model.weights=null", "model.input_size=32")
+    words = (*words, "data.limit=100", "batch_size=16")
+    status, out, err = embedx_here(*words, "-m", "n_parts=3", "part=range(3)")
+    assert (status, err) == (0, [])
+    run = next((tmp_path / "outputs").glob("mobilenet_v3_small-digits-*"))
+    again = next(line for line in out if line.startswith("next: "))
+    assert again.endswith(
+        "extract model=mobilenet_v3_small model.weights=null "
+        "model.input_size=32 data.limit=100 batch_size=16 n_parts=3"
+    )
+    status, out, err = embedx_here(*words, "n_parts=3")
+    assert (status, err) == (0, [])
+    assert any("3 of 3 parts made before: joining them" in line for line in out)
+    assert embedx_here(*words, "out=whole")[0] == 0
+    assert files(run) == {**files(tmp_path / "whole"), "config.yaml": files(run)["config.yaml"]}
+    assert "part" not in (run / "config.yaml").read_text()
+    status, out, err = embedx_here(*words)
+    assert any("nothing to do" in line for line in out)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests import test_parts
+test_parts.slow(Path(sys.argv[1]))
+"""
+
+
+class Slow(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+def slow(out: Path, **given: Any) -> Embeddings:
+    torch.manual_seed(0)
+    about: dict[str, Any] = {"layers": "last", "batch_size": 1, "out": out, **given}
+    return embedx.extract(Slow(), array(), **about)
+
+
+@pytest.mark.slow
+@EXHAUSTIVE
+def test_parts_killed_in_the_middle_go_on_where_they_were(tmp_path: Path) -> None:
+    whole = slow(tmp_path / "whole")
+    command = [sys.executable, "-c", KILLED.replace("argv[1])", "argv[1]), n_parts=3, part=1")]
+    root = Path(__file__).parents[1]
+    for number in (signal.SIGINT, signal.SIGKILL):
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "run")], cwd=root, stderr=subprocess.PIPE, text=True
+        )
+        part = store.partial_path(store.part_path(tmp_path / "run" / "embeddings.h5", 1))
+        ends = time.monotonic() + 60
+        while not part.exists() and process.poll() is None and time.monotonic() < ends:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert process.returncode
+    assert part.exists()
+    slow(tmp_path / "run", n_parts=3, part=1)
+    run = slow(tmp_path / "run", n_parts=3)
+    assert sha256(run.path) == sha256(whole.path)
+
+
+class Asking(Feed):
+    """It asks for the parts of a run that another machine has other words for."""
+
+    n_parts = 3
+    file_id = "other"
+
+    def __init__(self, identity: dict[str, Any]) -> None:
+        self.identity = identity
+        self.n_asked = 0
+
+    def next(self) -> int | None:
+        self.n_asked += 1
+        return 0 if self.n_asked == 1 else None
+
+
+def test_a_worker_that_would_make_other_rows_says_what_differs(tmp_path: Path) -> None:
+    there = {**extract(tmp_path / "whole").identity, "code": "of another version"}
+    feed = Asking(there)
+    with pytest.raises(
+        StoreError, match=r"here code is another than where the command was given \("
+    ):
+        extract(tmp_path / "run", n_parts=3, engine=feed)
+    assert feed.n_asked == 0
+    assert not (tmp_path / "run").exists()
+    feed.file_id = store.open(tmp_path / "whole").attrs["id"]
+    assert extract(tmp_path / "run", n_parts=3, engine=feed).n_rows == 12
+    assert feed.n_asked == 2
