@@ -163,7 +163,7 @@ class Ablation:
 _EXAMPLE = "'ablate=[{at:LAYER,channels:[3,5],by:zero}]'"
 
 
-def as_ablations(given: Any) -> list[Ablation]:
+def as_ablations(given: Sequence[Any] | None) -> list[Ablation]:
     """Ablations out of settings.
 
     Args:
@@ -172,8 +172,6 @@ def as_ablations(given: Any) -> list[Ablation]:
     Raises:
         ConfigError: A key or a value is not one of its, or two contradict each other.
     """
-    if isinstance(given, (Mapping, str)):
-        raise ConfigError(f"ablate is a list of mappings: {_EXAMPLE}")
     for one in given or ():
         if not isinstance(one, (Mapping, Ablation)):
             raise ConfigError(f"ablate holds {one!r}, and takes mappings: {_EXAMPLE}")

@@ -177,6 +177,7 @@ def _with_article(name: str) -> str:
 
 
 WORDS = {
+    Any: "a value",
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -213,6 +214,8 @@ def _suggestion(hint: Any, value: Any) -> str:
         return f"; the nearest is {nearest(value, literals, n=1)[0]}"
     if isinstance(value, str) and "a list of texts" in _in_words(hint):
         return f"; write a list: [{value}]"
+    if isinstance(value, Mapping) and "a list of" in _in_words(hint):
+        return "; write a list of it: [{...}]"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and "a text" in _in_words(hint):
         return f"; a number that is a text is quoted: '\"{value}\"'"

@@ -346,6 +346,9 @@ def _upright_rgb(opened: Image.Image, *, in_place: bool = False) -> Image.Image:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, (*ALPHA_ON, 255))
         image = Image.alpha_composite(ground, image)
+    if in_place and image.mode == "RGB":  # to convert it would copy it
+        image.load()
+        return image
     return image.convert("RGB")
 
 

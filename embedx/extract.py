@@ -95,7 +95,7 @@ def extract(
     thumbnails: int = 32,
     objective: Objective | None = None,
     classes: str | Sequence[str] | None = None,
-    ablate: Any = None,
+    ablate: Sequence[Any] | None = None,
     on_error: Literal["skip", "raise"] = "skip",
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
