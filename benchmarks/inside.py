@@ -6,7 +6,7 @@ Prints medians over interleaved runs:
 - `layers`: the table of layers of vit_b_16, in seconds beyond those of a process that imports
   torch and torchvision and does nothing;
 - `gradients`: passes forward and backward with gradients captured at layers, beside the same passes
-  without, of resnet18 and vit_b_16 (batches of 16, 224 px); and an extraction of the gradients at a
+  without, of resnet18 and vit_b_16 (two batches of 8, 224 px); and an extraction of gradients at a
   late layer, which goes back no further;
 - `gradcam`: Grad-CAM of a batch of resnet18 and of resnet50 at 224 px, at layer4, beside the
   package grad-cam (pip install "grad-cam==1.5.*"), and how far their maps are from each other when
@@ -48,7 +48,7 @@ GRADIENTS = {
     "vit_b_16": ["conv_proj:grad", "encoder.layers.encoder_layer_5:grad", "heads:grad_input"],
 }
 LATE = {"resnet18": "layer4:grad", "vit_b_16": "encoder.layers.encoder_layer_11:grad"}
-BATCH, N_BATCHES = 16, 4
+BATCH, N_BATCHES = 8, 2
 
 
 def gradients(*, pairs: int) -> None:
