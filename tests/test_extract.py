@@ -1,6 +1,7 @@
 """Extraction: every row equals a plain forward pass, or is said to have failed; nothing is lost."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -1170,6 +1171,8 @@ def test_workers_that_are_spawned_give_the_same_bytes_as_none(
         capture_output=True,
         text=True,
         timeout=280,
+        # Which a library may have set since this process began.
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
