@@ -6,7 +6,6 @@ import fnmatch
 import json
 import logging
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from embedx.inputs import (
     as_source,
     channels_last,
     device_of,
+    environment,
     matmul_precision,
     placed,
     seed_all,
@@ -301,14 +301,7 @@ def explain(
         "data": source.name,
         "config": public_config(recorded, also=("method", *_USES, "ids", "rows", "limit")),
         "device": torch_device.type,
-        "environment": json.dumps(
-            {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "threads": torch.get_num_threads(),
-            }
-        ),
+        "environment": json.dumps(environment()),
     }
     started = time.monotonic()
     with _no_empty_folders(folder), store.replacing_folder(folder, foreign=_foreign) as new:

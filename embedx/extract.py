@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
-import PIL
 import torch
 import torch.utils.data
 import yaml
@@ -56,6 +55,7 @@ from embedx.inputs import (
     as_source,
     channels_last,
     device_of,
+    environment,
     in_order,
     matmul_precision,
     only,
@@ -308,7 +308,7 @@ def extract(
         "data": source.name,
         "batch_size": batch_size,
         "device": torch_device.type,
-        "environment": json.dumps(_environment()),
+        "environment": json.dumps(environment()),
     }
     text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
     if cuts is None:
@@ -481,16 +481,6 @@ def _workers_for(
     if device.type == "cpu" or not reads or is_small:
         return 0
     return max(1, min(n_threads() - 1, 8))
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "pillow": PIL.__version__,
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _is_begun(partial: Path, identity: Mapping[str, Any]) -> bool:

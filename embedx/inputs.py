@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import platform
 import random
 import signal
 import threading
@@ -718,6 +719,17 @@ def seed_all(seed: int, device: torch.device) -> None:
         torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def environment() -> dict[str, Any]:
+    """The versions, and the number of threads, on which the last bits of what is made hang."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+        "threads": torch.get_num_threads(),
+    }
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Gradients at layers: by hooks, over data, in a loop of one's own."""
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -360,18 +361,8 @@ def test_a_run_of_gradients_goes_on_with_the_same_bytes(
 ) -> None:
     options: dict[str, Any] = {"layers": ["conv2:grad", "conv"], "pooling": "gap", "batch_size": 3}
     whole = embedx.extract(net(), X, out=tmp_path / "whole", **options)
-    append = store.Writer.append
-
-    def cut(self: store.Writer, *args: Any, **kwargs: Any) -> None:
-        append(self, *args, **kwargs)
-        self.commit()
-        if self.rows_done >= 6:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store.Writer, "append", cut)
-        with pytest.raises(KeyboardInterrupt):
-            embedx.extract(net(), X, out=tmp_path / "cut", **options)
+    with cut_after(6, monkeypatch), pytest.raises(KeyboardInterrupt):
+        embedx.extract(net(), X, out=tmp_path / "cut", **options)
     again = embedx.extract(net(), X, out=tmp_path / "cut", num_workers=2, **options)
     assert whole.path.read_bytes() == again.path.read_bytes()
     with pytest.raises(embedx.errors.StoreError, match="objective is predicted there and 1 here"):
@@ -392,6 +383,22 @@ def test_a_row_without_a_label_has_no_loss(tmp_path: Path) -> None:
     good = np.flatnonzero(opened.status == 1)
     assert near(torch.tensor(opened.embeddings["conv2:grad"][good]), torch.tensor(wanted[good]))
     assert "it has no label to have a loss of" in (tmp_path / "errors.jsonl").read_text()
+
+
+@contextlib.contextmanager
+def cut_after(rows: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C when so many rows of an extraction are committed."""
+    append = store.Writer.append
+
+    def cut(self: store.Writer, *args: Any, **kwargs: Any) -> None:
+        append(self, *args, **kwargs)
+        self.commit()
+        if self.rows_done >= rows:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Writer, "append", cut)
+        yield
 
 
 class NoGradient(Net):

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import embedx
-from embedx import store
 from embedx.ablations import Seen, as_ablations
 from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
-from tests.test_gradients import InPlace, Net, X, Y, near, net, weighted
+from tests.test_gradients import InPlace, Net, X, Y, cut_after, near, net, weighted
 from tests.test_hooks import n_hooks
 
 
@@ -443,18 +442,8 @@ def test_an_ablated_run_goes_on_and_knows_padding_in_every_batch(
         wanted.append(model.head(torch.tanh(h).mean(0)).detach())
     whole = embedx.extract(model, items, out=tmp_path / "whole", **options)
     assert near(torch.tensor(whole.embeddings["head"][:]), torch.stack(wanted))
-    append = store.Writer.append
-
-    def cut(self: store.Writer, *args: Any, **kwargs: Any) -> None:
-        append(self, *args, **kwargs)
-        self.commit()
-        if self.rows_done >= 6:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store.Writer, "append", cut)
-        with pytest.raises(KeyboardInterrupt):
-            embedx.extract(model, items, out=tmp_path / "cut", **options)
+    with cut_after(6, monkeypatch), pytest.raises(KeyboardInterrupt):
+        embedx.extract(model, items, out=tmp_path / "cut", **options)
     again = embedx.extract(model, items, out=tmp_path / "cut", **options)
     assert whole.path.read_bytes() == again.path.read_bytes()
     assert "first pass" not in caplog.text
