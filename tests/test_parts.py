@@ -275,8 +275,8 @@ def test_parts_made_by_others_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     extract(tmp_path, n_parts=2, part=0)
-    own = EXTRACT._environment()
-    monkeypatch.setattr(EXTRACT, "_environment", lambda: {**own, "threads": 99, "torch": "0"})
+    own = EXTRACT.environment()
+    monkeypatch.setattr(EXTRACT, "environment", lambda: {**own, "threads": 99, "torch": "0"})
     extract(tmp_path, n_parts=2, part=1)
     run = extract(tmp_path, n_parts=2)
     assert json.loads(run.attrs["environment"]) == own
