@@ -16,7 +16,6 @@ The weights are random: they do not change the work.
 
 import argparse
 import contextlib
-import importlib
 import shutil
 import statistics
 import subprocess
@@ -35,11 +34,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.models import ResNet18_Weights, resnet18
 
 import embedx
-from embedx import data, hooks, models, pooling, store
+from embedx import data, models, pooling, store
+from embedx.forward import Plan, forward_of
+from embedx.inputs import Batches
+from embedx.points import resolve_points
 from embedx.rows import Rows
 from embedx.threads import n_threads
-
-stage = importlib.import_module("embedx.extract")  # embedx.extract is the function
 
 N_IMAGES = 512
 BATCH = 64
@@ -149,15 +149,26 @@ def thingsvision(python: str, photos: Path, out: Path) -> Iterator[Callable[[], 
         process.stdin.close()
 
 
-def roofline(plan: Any) -> tuple[float, float]:
+def roofline(plan: Plan) -> tuple[float, float]:
     """Images a second of the forward pass alone, and seconds to read one image on one processor."""
-    batches = stage._Batches(plan, first_row=0)
+    batches = Batches(
+        plan.source,
+        plan.model,
+        batch_size=BATCH,
+        num_workers=0,
+        thumbnails=plan.thumbnails,
+        only_pictures=False,
+        first_row=0,
+        end_row=N_IMAGES,
+    )
     batches._n_threads = 1
     read = [timed(lambda i=i: batches[i]) / BATCH for i in range(3)]
     ready = [batches[i] for i in range(3)]
-    with stage._forward(plan) as forward:
-        forward(ready[0])
-        rates = [BATCH / timed(lambda b=b: forward(b)) for _ in range(3) for b in ready]
+    with forward_of(plan) as forward:
+        forward(ready[0], ready[0].pieces[0])
+        rates = [
+            BATCH / timed(lambda b=b: forward(b, b.pieces[0])) for _ in range(3) for b in ready
+        ]
     return statistics.median(rates), statistics.median(read)
 
 
@@ -242,12 +253,13 @@ def main() -> None:
 
         cpus = n_threads()
         for precision, what in (("fp32", "embedx"), ("bf16", "embedx bf16")):
-            plan = stage._Plan(
+            plan = Plan(
                 model=described,
                 source=photos,
-                points=hooks.resolve_points(described.module, "avgpool"),
+                rows=range(N_IMAGES),
+                points=resolve_points(described.module, "avgpool"),
                 poolings=pooling.per_point("auto", n_points=1),
-                normalize=False,
+                normalize=[False],
                 device=torch.device("cpu"),
                 precision=precision,  # type: ignore[arg-type]
                 dtype=np.dtype(np.float32),
@@ -257,6 +269,10 @@ def main() -> None:
                 thumbnails=32,
                 on_error="skip",
                 only_pictures=False,
+                objective=None,
+                classes=None,
+                ablations=[],
+                ablated=[],
             )
             shares = []
             for _ in range(options.pairs):

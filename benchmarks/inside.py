@@ -115,9 +115,10 @@ def gradcam(*, pairs: int) -> None:
 
     from embedx import hooks, saliency
     from embedx.inputs import channels_last
+    from embedx.points import parse_point
 
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, batches of {BATCH}")
-    point = hooks.parse_point("layer4")
+    point = parse_point("layer4")
     for name in ("resnet18", "resnet50"):
         torch.manual_seed(0)
         module = torchvision.models.get_model(name, weights=None).eval()

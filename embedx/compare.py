@@ -16,7 +16,7 @@ import numpy as np
 from embedx import figures, ready_made, store
 from embedx.align import places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
-from embedx.configs import read_settings
+from embedx.configs import literal, read_settings
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest
 from embedx.figures import as_labels, column_of, title_of
 from embedx.matrix import Matrix
@@ -417,9 +417,7 @@ def _sortable(value: Any) -> tuple[bool, float, str]:
 
 
 def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)[:12] if isinstance(value, str) else str(value)
+    return value[:12] if isinstance(value, str) else literal(value)
 
 
 # --------------------------------------------------------------------------- the table

@@ -113,16 +113,17 @@ def quoted(value: str) -> str:
 
 def override(key: str, value: Any) -> str:
     """``key=value`` as a user would type it: quoted for Hydra and for the shell, where need be."""
-    return shlex.quote(f"{key}={_literal(value)}")
+    return shlex.quote(f"{key}={literal(value)}")
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """A value as Hydra's grammar has it: ``[{at:layer4,by:zero}]``."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_literal, value))}]"
+        return f"[{','.join(map(literal, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{literal(inner)}" for key, inner in value.items()) + "}"
     text = str(value)
     # Others could be a number, or null, to Hydra.
     is_path = "/" in text and re.fullmatch(r"[\w./:@+-]+", text, re.ASCII)

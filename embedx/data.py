@@ -25,7 +25,7 @@ import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from embedx.checks import require_exact, require_unmasked
-from embedx.errors import ConfigError, DataError, first_line
+from embedx.errors import ConfigError, DataError, first_line, number_of
 
 Array = npt.NDArray[Any]
 
@@ -467,7 +467,7 @@ def folder(root: str, *, limit: int | None = None, labels: str = "folder") -> So
         classes = [""] * n
     indices, label_names, _ = counted_through(classes, None)
     fingerprint, hashes = file_hashes(items)
-    note = f"{root}: {n:,} pictures, {len(label_names) or 'no'} classes"
+    note = f"{root}: {number_of(n, 'picture', 'pictures')}, {classes_said(label_names)}"
     if n < len(found):
         note += f", the first of {len(found):,}"
     unlabelled = sum(name == "" for name in classes)
@@ -910,6 +910,11 @@ def _paths(items: Any) -> list[str] | None:
         return None
     relative = [os.path.relpath(str(path), root).replace(os.sep, "/") for path in paths]
     return None if any(path.startswith("../") for path in relative) else relative
+
+
+def classes_said(label_names: Sequence[str]) -> str:
+    """``1 class``, ``10 classes``, ``no classes``."""
+    return number_of(len(label_names), "class", "classes") if label_names else "no classes"
 
 
 def counted_through(

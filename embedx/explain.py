@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fnmatch
-import json
 import logging
 import os
 import re
@@ -40,13 +39,15 @@ from embedx.inputs import (
     as_source,
     channels_last,
     device_of,
-    environment,
+    made_by,
     matmul_precision,
     placed,
     seed_all,
 )
 from embedx.models import Model, Preprocess
 from embedx.objectives import class_of_label, numbered, read_classes
+from embedx.passes import run_model, undisturbed
+from embedx.points import Point, parse_point, resolve_points
 from embedx.progress import Progress
 from embedx.store import Array, Status
 
@@ -226,12 +227,10 @@ def explain(
     chosen = _chosen_rows(source, ids=ids, rows=rows, limit=limit)
     torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
     points = None
-    of_globs: list[hooks.Point] = []
+    of_globs: list[Point] = []
     if layers is not None:
         title = described.name if isinstance(model, Model) else None
-        points = hooks.resolve_points(
-            described.module, layers, penultimate=described.layer, title=title
-        )
+        points = resolve_points(described.module, layers, penultimate=described.layer, title=title)
         _require_forward(points, method)
         of_globs = _of_globs(described.module, layers, points)
     class_names = read_classes(classes)
@@ -293,15 +292,9 @@ def explain(
     attrs = {
         "id": file_id,
         "method": method,
-        "model": described.name,
-        "weights": described.weights,
-        "weights_sha256": described.weights_sha256,
-        "source": described.source,
-        "license": described.license,
         "data": source.name,
         "config": public_config(recorded, also=("method", *_USES, "ids", "rows", "limit")),
-        "device": torch_device.type,
-        "environment": json.dumps(environment()),
+        **made_by(described, torch_device),
     }
     started = time.monotonic()
     with _no_empty_folders(folder), store.replacing_folder(folder, foreign=_foreign) as new:
@@ -338,8 +331,8 @@ class _Plan:
     source: Source
     rows: Array
     method: str
-    points: list[hooks.Point] | None
-    of_globs: Sequence[hooks.Point]
+    points: list[Point] | None
+    of_globs: Sequence[Point]
     target: int | str | Sequence[int] | None
     class_names: list[str] | None
     channels: str | Sequence[int]
@@ -392,7 +385,7 @@ def _chosen_rows(
     return np.array(list(dict.fromkeys(numbers)))
 
 
-def _require_forward(points: Sequence[hooks.Point], method: str) -> None:
+def _require_forward(points: Sequence[Point], method: str) -> None:
     for point in points:
         if point.what not in ("output", "input"):
             raise LayerError(
@@ -407,12 +400,12 @@ def _require_forward(points: Sequence[hooks.Point], method: str) -> None:
 
 
 def _of_globs(
-    module: torch.nn.Module, layers: str | Sequence[str], points: Sequence[hooks.Point]
-) -> list[hooks.Point]:
+    module: torch.nn.Module, layers: str | Sequence[str], points: Sequence[Point]
+) -> list[Point]:
     """The points that only globs stand for."""
     known = {name for name, _ in module.named_modules()}
     asked = [layers] if isinstance(layers, str) else layers
-    named = [hooks.parse_point(text) for text in asked if text != "penultimate"]
+    named = [parse_point(text) for text in asked if text != "penultimate"]
     globs = [point for point in named if point.layer not in known]
     return [
         point
@@ -586,7 +579,7 @@ def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
         if lies_on != plan.device:
             stack.callback(module.to, lies_on)
             module.to(plan.device)
-        stack.enter_context(hooks.undisturbed(module, device=plan.device))
+        stack.enter_context(undisturbed(module, device=plan.device))
         stack.enter_context(matmul_precision("fp32"))
         stack.enter_context(saliency.ready(module))
 
@@ -638,7 +631,7 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
             names = grids.through_depth(network.seen)
             if not names:
                 raise saliency.no_layer(title)
-            points = [hooks.parse_point(name) for name in names]
+            points = [parse_point(name) for name in names]
             log.info("layers: %s", ", ".join(names))
         elif plan.of_globs:
             points = _with_maps(plan, network, points, first_in)
@@ -647,7 +640,7 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
             for places, tensor in samples.inputs:
                 inputs = enter(samples.normalize(tensor), places[0])
                 with hooks.Capture(module, points, only_here=True) as got:
-                    hooks.run_model(module, inputs, title=title)
+                    run_model(module, inputs, title=title)
                     maps = {}
                     for point in points:
                         layer = saliency.as_layer(network, point, got[point.name], n=len(places))
@@ -696,8 +689,8 @@ def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
 
 
 def _with_maps(
-    plan: _Plan, network: saliency.Network, points: list[hooks.Point], inputs: Tensor
-) -> list[hooks.Point]:
+    plan: _Plan, network: saliency.Network, points: list[Point], inputs: Tensor
+) -> list[Point]:
     """The points that are drawn, where some are of globs: of these what gives feature maps."""
     run = saliency.Scored(plan.model.module, plan.model.name)
     kept = saliency.of_globs(run, network, plan.of_globs, inputs)
@@ -967,7 +960,7 @@ def _layer(plan: _Plan, run: saliency.Scored, inputs: Tensor) -> saliency.Layer:
     one = inputs[:1]
     network = saliency.look(run.module, one, title=run.title)
     if plan.points is None:
-        point = hooks.parse_point(saliency.last_layer(run, network, one))
+        point = parse_point(saliency.last_layer(run, network, one))
     else:
         (point,) = plan.points
     with hooks.Capture(run.module, [point], only_here=True) as got, torch.no_grad():

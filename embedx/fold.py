@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from embedx.fingerprints import methods
-from embedx.hooks import Point
+from embedx.points import Point
 
 # Packages whose networks are functions of their input: they keep nothing between layers or passes.
 _KNOWN = ("torch.nn.", "torchvision.", "timm.", "transformers.", "efficientnet_lite_pytorch.")

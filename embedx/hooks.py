@@ -1,19 +1,12 @@
-"""Capture points: what a layer takes in or gives out, copied during the model's own passes.
+"""What layers take in or give out, copied or changed during the model's own passes.
 
-This is the only module that registers hooks. A point is written ``NAME[@CALL][:WHAT[.PATH]]``:
-``layer4``, ``layer1.0.relu@1`` (its second call in a pass), ``fc:input``, ``encoder:output.0``,
-``layer4:grad`` (the gradient at its output), ``fc:badge`` (that of a loss at its weight).
+This is the only module that registers hooks.
 """
 
 import contextlib
-import copy
 import dataclasses
-import fnmatch
-import inspect
 import itertools
 import logging
-import random
-import re
 import sys
 import threading
 import weakref
@@ -22,271 +15,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from embedx.checks import checked
-from embedx.errors import EmbedxError, LayerError, ModelError, first_line, listed, nearest, short
+from embedx.errors import LayerError, listed, short
+from embedx.passes import (
+    COMPILED_OFF,
+    FAST_PATHS_OFF,
+    EndPass,
+    class_scores,
+    run_model,
+    same_values,
+    undisturbed,
+)
+from embedx.points import (
+    Point,
+    argument_at,
+    require_hookable,
+    resolve_points,
+    tensor_at,
+    with_part,
+    with_tensor_at,
+)
 
 log = logging.getLogger("embedx")
 
 HOOKS_REVISION = 3  # raised when what a point captures changes; part of every file's id
-
-_POINT = re.compile(r"(?P<layer>[^@:]+)(@(?P<call>\d+))?(:(?P<what>[a-z_]+)(\.(?P<path>.+))?)?")
-_GRADIENTS = ("grad", "grad_input")
 CALLS_NAMED = 8  # of a layer that runs several times, in a message
-_WHATS = ("output", "input", *_GRADIENTS, "badge")
 
-Reduce = Callable[["Point", Tensor], Tensor]
+Reduce = Callable[[Point, Tensor], Tensor]
 
 
 class _NotCaptured(LayerError, KeyError):
     """As a mapping raises it, in words."""
 
     __str__ = Exception.__str__
-
-
-class _Stop(BaseException):
-    """Ends a pass whose rest nobody wants; no ``except Exception`` of a model's own catches it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One capture point.
-
-    Attributes:
-        layer: Dotted name in ``named_modules()``.
-        call: Which call within a pass, from 0; None for a layer that runs once a pass.
-        what: ``output``, ``input``, ``grad`` (the gradient at the output), ``grad_input``, or
-            ``badge`` (the gradient at the weight of the last layer, see :func:`_badge`).
-        path: Way into a structured value: positions, keys or attribute names.
-    """
-
-    layer: str
-    call: int | None = None
-    what: str = "output"
-    path: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The shortest text that :func:`parse_point` reads as this point."""
-        call = "" if self.call is None else f"@{self.call}"
-        path = "".join(f".{part}" for part in self.path)
-        what = f":{self.what}{path}" if self.what != "output" or path else ""
-        return f"{self.layer}{call}{what}"
-
-    @property
-    def is_gradient(self) -> bool:
-        """Whether it takes a backward pass."""
-        return self.what in _GRADIENTS
-
-    @property
-    def is_at_input(self) -> bool:
-        """Whether it lies where the layer begins, and not where it ends."""
-        return self.what in ("input", "grad_input")
-
-
-def parse_point(text: str) -> Point:
-    """Read a capture point.
-
-    Args:
-        text: ``NAME[@CALL][:WHAT[.PATH]]``.
-
-    Raises:
-        LayerError: The text is not of that form.
-    """
-    if not isinstance(text, str):
-        raise LayerError(f"layer {text!r} is a number; quote it: layers=\"['{text}']\"")
-    match = _POINT.fullmatch(text.strip())
-    if match is None:
-        raise LayerError(f"layer {text!r} is not of the form NAME[@CALL][:WHAT[.PATH]]")
-    what = match["what"] or "output"
-    if what not in _WHATS:
-        raise LayerError(
-            f"layer {text!r}: {what!r} cannot be captured; choose one of {', '.join(_WHATS)}"
-        )
-    return Point(
-        layer=match["layer"],
-        call=int(match["call"]) if match["call"] else None,
-        what=what,
-        path=tuple(match["path"].split(".")) if match["path"] else (),
-    )
-
-
-def find_penultimate(module: nn.Module) -> Point:
-    """What enters the head: the input of the last ``Linear`` or 1x1 ``Conv2d``, as registered.
-
-    Raises:
-        LayerError: The module has neither.
-    """
-    head = None
-    for name, child in module.named_modules():
-        if name and (
-            isinstance(child, nn.Linear)
-            or (isinstance(child, nn.Conv2d) and child.kernel_size == (1, 1))
-        ):
-            head = name
-    if head is None:
-        raise LayerError(
-            f"{type(module).__name__} has no Linear or 1x1 Conv2d head, so it has no penultimate "
-            "layer; name one with layers=NAME, see: python -m embedx layers model=..."
-        )
-    return Point(head, what="input")
-
-
-def resolve_points(
-    module: nn.Module,
-    layers: str | Sequence[str],
-    *,
-    penultimate: str | None = None,
-    title: str | None = None,
-) -> list[Point]:
-    """Names, globs and ``penultimate`` as capture points of a module.
-
-    Args:
-        module: The model.
-        layers: One point or several; ``layer?.*.conv1`` stands for every layer it matches.
-        penultimate: The point that ``penultimate`` means; found by :func:`find_penultimate`
-            where it is not given.
-        title: What the user calls the model, for the message.
-
-    Returns:
-        The points in the order asked for, each once.
-
-    Raises:
-        LayerError: A layer is not there; the message has the nearest names.
-    """
-    _require_hookable(module)
-    names = [name for name, _ in module.named_modules() if name]
-    points: dict[Point, None] = {}
-    asked = [layers] if isinstance(layers, str) else list(layers)
-    if not asked:
-        raise LayerError("layers is empty; name at least one, such as layers=penultimate")
-    for text in asked:
-        if isinstance(text, str) and re.fullmatch(r"penultimate(:grad)?", text.strip()):
-            found = parse_point(penultimate) if penultimate else find_penultimate(module)
-            if text.strip() != "penultimate":
-                what = "grad_input" if found.is_at_input else "grad"
-                found = dataclasses.replace(found, what=what)
-            matches = [found]
-            if found.layer not in names:
-                raise _no_such_layer(module, found.layer, names, title)
-        else:
-            point = parse_point(text)
-            _require_one_reading(text.strip(), point, names)
-            if point.layer in names:
-                matches = [point]
-            else:
-                matches = [
-                    dataclasses.replace(point, layer=name)
-                    for name in names
-                    if fnmatch.fnmatchcase(name, point.layer)
-                ]
-            if not matches:
-                raise _no_such_layer(module, point.layer, names, title)
-        points.update(dict.fromkeys(matches))
-    name, count = Counter(point.name for point in points).most_common(1)[0]
-    if count > 1:
-        raise LayerError(f"{name} is the name of a layer and a call of another; rename the layer")
-    return list(points)
-
-
-def _require_one_reading(text: str, point: Point, names: Sequence[str]) -> None:
-    """Refuse a point in which a layer's own name holds an ``@`` or ``:``, as those in a dict may.
-
-    Raises:
-        LayerError: There is a layer of the longer name.
-    """
-    for name in names:
-        if len(name) > len(point.layer) and f"{text}:".startswith((f"{name}:", f"{name}@")):
-            raise LayerError(
-                f"layer {text!r} may be the layer {name!r} or a part of {point.layer!r}; rename "
-                f"the one, or reach it by a glob: {re.sub('[@:]', '?', name)}"
-            )
-
-
-def _require_hookable(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        where = f"{type(module).__name__}.{name}" if name else "the model"
-        if isinstance(child, nn.DataParallel):
-            raise LayerError(
-                f"{where} is a DataParallel, whose copies run at once and in no order; capture on "
-                "the network in it: model.module"
-            )
-        if isinstance(child, torch.jit.ScriptModule):
-            raise LayerError(
-                f"{where} is TorchScript, whose layers take no hooks; give the nn.Module that it "
-                "was made from"
-            )
-
-
-def _no_such_layer(
-    module: nn.Module, layer: str, names: Sequence[str], title: str | None
-) -> LayerError:
-    how = (
-        f"python -m embedx layers model={title}"
-        if title
-        else "[name for name, _ in model.named_modules()]"
-    )
-    return LayerError(
-        f"{type(module).__name__} has no layer {layer!r}; the nearest of its {len(names)} layers "
-        f"are {', '.join(nearest(layer, names))}; list them with: {how}"
-    )
-
-
-class _FastPathsOff:
-    """Fused attention is off while any capture is active, and as it was after the last one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before = True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-            self._users += 1
-            torch.backends.mha.set_fastpath_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                torch.backends.mha.set_fastpath_enabled(self._before)
-
-
-FAST_PATHS_OFF = _FastPathsOff()
-
-
-class _CompiledOff:
-    """What was compiled runs as it is written while anything is changed in it.
-
-    It would know nothing of the change, or if it was compiled meanwhile, go on with it for ever.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0 and "torch._dynamo" in sys.modules:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-            self._users += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
-
-
-_COMPILED_OFF = _CompiledOff()
 
 
 @dataclasses.dataclass
@@ -573,7 +337,7 @@ class Capture(Mapping[str, Tensor]):
             for point in inputs:
                 if point.call not in (None, entry.number):
                     continue
-                value = _find(point, _select_input(point, called, args, kwargs))
+                value = tensor_at(point, argument_at(point, called, args, kwargs))
                 if not point.is_gradient:
                     self._keep(point, value)
                     continue
@@ -582,7 +346,7 @@ class Capture(Mapping[str, Tensor]):
                 is_copied = getattr(called, "inplace", False) is not True
                 carrier = self._await(point, value, is_shared=is_copied)
                 if carrier is not value:
-                    args, kwargs = _with_input(point, called, args, kwargs, carrier)
+                    args, kwargs = with_tensor_at(point, called, args, kwargs, carrier)
                     changed = args, kwargs
                     if is_copied:
                         entry.copies[point.name] = carrier
@@ -610,11 +374,11 @@ class Capture(Mapping[str, Tensor]):
                     latest.scores[point.name] = output.detach().clone()
                     self._keep(point, _badge(point, called, args, output))
                     continue
-                value = _find(point, output)
+                value = tensor_at(point, output)
                 if point.is_gradient:
                     carrier = self._await(point, value, is_shared=entry.passed_on(value))
                     if carrier is not value:
-                        output = changed = _with_part(output, point.path, carrier)
+                        output = changed = with_part(output, point.path, carrier)
                 else:
                     self._keep(point, value)
             self._end_if_all_fired()
@@ -629,7 +393,7 @@ class Capture(Mapping[str, Tensor]):
 
     def _end_if_all_fired(self) -> None:
         if self.stops_early and len(self._own().tensors) == len(self._points):
-            raise _Stop
+            raise EndPass
 
     def _keep(self, point: Point, value: Tensor) -> None:
         kept = self._reduced(point, value)
@@ -742,7 +506,7 @@ class Capture(Mapping[str, Tensor]):
             is_same = (
                 given is not None
                 and given.shape == scores.shape
-                and _is_same(given.detach(), scores)
+                and same_values(given.detach(), scores)
             )
             if not is_same:
                 raise LayerError(
@@ -884,102 +648,6 @@ def _is_last(handle: Any) -> bool:
     return False
 
 
-def _select_input(
-    point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The argument that a point at an input means."""
-    key = _input_key(point, module, args, kwargs)
-    return args[key] if isinstance(key, int) else kwargs[key]
-
-
-def _input_key(
-    point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int | str:
-    key = point.path[0] if point.path else None
-    if key is None:
-        if args:
-            return 0
-        # The first as the layer has them, not as they were written at the call.
-        named = inspect.signature(module.forward).parameters if len(kwargs) > 1 else kwargs
-        first = next((name for name in named if name in kwargs), None)
-        if first is not None:
-            return first
-    elif key in kwargs:
-        return key
-    elif key.isdigit() and int(key) < len(args):
-        return int(key)
-    choices = [*map(str, range(len(args))), *kwargs]
-    what = f"has no input {key or 'at all'}"
-    if kwargs and key is None:
-        what = "is called by keywords, and which is the first is not known"
-    raise LayerError(
-        f"{point.layer} {what}; choose from: "
-        + (", ".join(f"{point.layer}:input.{choice}" for choice in choices) or "none")
-    )
-
-
-def _find(point: Point, value: Any) -> Tensor:
-    """The tensor that a point means, in what enters (the one argument) or leaves its layer."""
-    path = point.path[1:] if point.is_at_input else point.path
-    for depth, key in enumerate(path):
-        value = _step(value, key, point, ".".join(path[:depth]))
-    if not isinstance(value, Tensor):
-        raise LayerError(
-            f"{point.name} is a {type(value).__name__}, not a tensor; choose a part of it: "
-            f"{_choices(point, value)}"
-        )
-    return value
-
-
-def _with_input(
-    point: Point,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensor: Tensor,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What enters a layer, with another tensor at a point of its input."""
-    key = _input_key(point, module, args, kwargs)
-    if isinstance(key, str):
-        return args, {**kwargs, key: _with_part(kwargs[key], point.path[1:], tensor)}
-    now = _with_part(args[key], point.path[1:], tensor)
-    return tuple(now if i == key else value for i, value in enumerate(args)), kwargs
-
-
-def _with_part(value: Any, path: Sequence[str], tensor: Tensor) -> Any:
-    """A structured value with another tensor at a path into it; the value itself is let be."""
-    if not path:
-        return tensor
-    key, *rest = path
-    if isinstance(value, Mapping):
-        own = next(one for one in [key, *value] if str(one) == key and one in value)
-        changed: Any = copy.copy(value)
-        changed[own] = _with_part(value[own], rest, tensor)
-        return changed
-    if hasattr(value, "_fields"):
-        name = value._fields[int(key)] if key.isdigit() else key
-        return value._replace(**{name: _with_part(getattr(value, name), rest, tensor)})
-    if isinstance(value, (tuple, list)):
-        parts = [
-            _with_part(part, rest, tensor) if i == int(key) else part
-            for i, part in enumerate(value)
-        ]
-        return type(value)(parts)
-    changed = copy.copy(value)
-    object.__setattr__(changed, key, _with_part(getattr(value, key), rest, tensor))
-    return changed
-
-
-def class_scores(output: Any) -> Tensor | None:
-    """The scores ``(n, classes)`` in what a model gives, or None: itself, or its ``logits``."""
-    if isinstance(output, Mapping):
-        output = output.get("logits")
-    elif not isinstance(output, Tensor):
-        output = getattr(output, "logits", None)
-    is_scores = isinstance(output, Tensor) and output.ndim == 2 and output.is_floating_point()
-    return output if is_scores else None
-
-
 def _badge(point: Point, module: nn.Module, args: tuple[Any, ...], scores: Any) -> Tensor:
     """The gradient of a loss at the weight of the last layer, of each sample.
 
@@ -1019,40 +687,6 @@ def _badge(point: Point, module: nn.Module, args: tuple[Any, ...], scores: Any) 
         entered = args[0].detach().to(wide)
         outer: Tensor = weights.unsqueeze(2) * entered.unsqueeze(1)
         return outer.flatten(1)
-
-
-def _keys(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [str(key) for key in value]
-    if hasattr(value, "_fields"):
-        return list(value._fields)
-    if isinstance(value, (tuple, list)):
-        return [str(i) for i in range(len(value))]
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    return []
-
-
-def _choices(point: Point, value: Any) -> str:
-    stem = dataclasses.replace(point, path=()).name.removesuffix(f":{point.what}")
-    path = "".join(f".{part}" for part in point.path)
-    keys = _keys(value)
-    return ", ".join(f"{stem}:{point.what}{path}.{key}" for key in keys) or "it has none"
-
-
-def _step(value: Any, key: str, point: Point, where: str) -> Any:
-    if isinstance(value, Mapping):
-        for own in [key, *value]:  # a number is offered, and written, as a text
-            if str(own) == key and own in value:
-                return value[own]
-    if isinstance(value, (tuple, list)) and key.isdigit() and int(key) < len(value):
-        return value[int(key)]
-    if key in _keys(value):
-        return getattr(value, key)
-    raise LayerError(
-        f"{point.name}: the {point.what}{'.' + where if where else ''} of {point.layer} is a "
-        f"{type(value).__name__} without {key!r}; it has: {', '.join(_keys(value)) or 'no parts'}"
-    )
 
 
 @checked
@@ -1110,7 +744,7 @@ class Intervention:
         modules = dict(module.named_modules())
         with contextlib.ExitStack() as stack:
             stack.enter_context(FAST_PATHS_OFF)
-            stack.enter_context(_COMPILED_OFF)
+            stack.enter_context(COMPILED_OFF)
             begin = _as_written(self._begin_pass, _Change)
             stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
             end = _as_written(self._end_pass, _Change)
@@ -1208,9 +842,9 @@ class Intervention:
             entries.setdefault(threading.get_ident(), []).append(entry)
             for point in points:
                 if point.is_at_input and fires(point, number=number):
-                    value = _find(point, _select_input(point, called, args, kwargs))
+                    value = tensor_at(point, argument_at(point, called, args, kwargs))
                     changed = self._changed(point, value, is_shared=True)
-                    args, kwargs = _with_input(point, called, args, kwargs, changed)
+                    args, kwargs = with_tensor_at(point, called, args, kwargs, changed)
             return args, kwargs
 
         def after(called: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
@@ -1220,9 +854,9 @@ class Intervention:
             number = None if entry.number < 0 else entry.number
             for point in points:
                 if not point.is_at_input and fires(point, number=number):
-                    value = _find(point, output)
+                    value = tensor_at(point, output)
                     changed = self._changed(point, value, is_shared=entry.passed_on(value))
-                    output = _with_part(output, point.path, changed)
+                    output = with_part(output, point.path, changed)
             return output
 
         told = {point.name: list(self._changes[point]) for point in points}
@@ -1310,57 +944,6 @@ def intervene(
 
 
 @contextlib.contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """Gradients at layers alone: the parameters need none, and get none, within the block."""
-    with _requiring(module, False):
-        yield
-
-
-@contextlib.contextmanager
-def _requiring(module: nn.Module, wanted: bool) -> Iterator[None]:
-    changed = [
-        one
-        for one in module.parameters()
-        if one.requires_grad != wanted
-        and not one.is_inference()
-        and (one.is_floating_point() or one.is_complex())
-    ]
-    try:
-        for one in changed:
-            one.requires_grad_(wanted)
-        yield
-    finally:
-        for one in changed:
-            one.requires_grad_(not wanted)
-
-
-Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
-
-
-@contextlib.contextmanager
-def differentiable(
-    module: nn.Module, inputs: Tensor | dict[str, Tensor]
-) -> Iterator[Tensor | dict[str, Tensor]]:
-    """What enters a model, so that all that it computes has a gradient, however it is frozen.
-
-    Where it is floats, it needs a gradient, and the parameters need none. Of whole numbers there is
-    no gradient: then the parameters need one, within the block.
-    """
-
-    def leaf(tensor: Tensor) -> Tensor:  # a copy of one: a first layer may work in place
-        is_float = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.detach().requires_grad_().clone() if is_float else tensor
-
-    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
-    are_floats = all(one.is_floating_point() or one.is_complex() for one in tensors)
-    with _requiring(module, not are_floats), torch.enable_grad():
-        if isinstance(inputs, Tensor):
-            yield leaf(inputs)
-        else:
-            yield {name: leaf(tensor) for name, tensor in inputs.items()}
-
-
-@contextlib.contextmanager
 def watched(
     module: nn.Module,
     *,
@@ -1381,7 +964,7 @@ def watched(
     Raises:
         LayerError: A module takes no hooks.
     """
-    _require_hookable(module)
+    require_hookable(module)
     thread = threading.get_ident()
 
     def register(name: str, child: nn.Module) -> Iterator[Any]:
@@ -1408,165 +991,6 @@ def watched(
             for handle in register(name, child):
                 stack.callback(handle.remove)
         yield
-
-
-def run_model(module: nn.Module, inputs: Inputs, *, title: str) -> Any:
-    """One forward pass; whatever the model raises becomes one line.
-
-    Args:
-        module: The model.
-        inputs: What goes in, as the one argument, or several in their order or by their names.
-        title: What the user calls the model.
-
-    Returns:
-        What the model gives; None where a capture ended the pass early.
-
-    Raises:
-        ModelError: The model raised; the cause is attached.
-    """
-    try:
-        if isinstance(inputs, Mapping):
-            return module(**inputs)
-        return module(inputs) if isinstance(inputs, Tensor) else module(*inputs)
-    except _Stop:
-        return None
-    except EmbedxError:
-        raise
-    except Exception as error:
-        if isinstance(inputs, Mapping):
-            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
-        else:
-            several = [inputs] if isinstance(inputs, Tensor) else inputs
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in several)
-        raise ModelError(
-            f"{title} failed on a batch of shape {shapes}: {type(error).__name__}: "
-            f"{first_line(error)}"
-        ) from error
-
-
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same values; NaN is NaN."""
-    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
-
-
-_RUNNING: set[int] = set()  # ids of the modules that are run undisturbed at this moment
-_RUNNING_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def _alone(module: nn.Module) -> Iterator[None]:
-    """Two at once would undo each other's modes, layers and buffers."""
-    mine = {id(child) for child in module.modules()}
-    with _RUNNING_LOCK:
-        if mine & _RUNNING:
-            raise ModelError(
-                f"{type(module).__name__.lower()} is being run by another extraction in this "
-                "process; wait for it, or give this one a copy: copy.deepcopy(model)"
-            )
-        _RUNNING.update(mine)
-    try:
-        yield
-    finally:
-        with _RUNNING_LOCK:
-            _RUNNING.difference_update(mine)
-
-
-@contextlib.contextmanager
-def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Iterator[None]:
-    """Run a model in eval mode, and leave its modes, buffers and the random state as they were.
-
-    What a model does to its own modes or buffers while it runs is put back and said; what it does
-    to its parameters is said.
-
-    Args:
-        module: The model.
-        device: Where it runs; ``torch.manual_seed`` reaches every GPU that is in use.
-
-    Raises:
-        ModelError: It, or a part of it, is being run so in another thread.
-    """
-    title = type(module).__name__.lower()
-    with _alone(module):
-        modes = [(child, child.training) for child in module.modules()]
-        buffers = [
-            (child, name, buffer, buffer.detach().clone())
-            for child in module.modules()
-            for name, buffer in child._buffers.items()
-            if buffer is not None and not nn.parameter.is_lazy(buffer)
-        ]
-        parameters = [
-            (name, parameter, _sums(parameter))
-            for name, parameter in module.named_parameters()
-            if not nn.parameter.is_lazy(parameter)
-        ]
-        started = None
-        drawn = random.getstate(), np.random.get_state()  # noqa: NPY002
-        on_mps = device is not None and device.type == "mps"
-        state = torch.mps.get_rng_state() if on_mps else None
-        try:
-            gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-            with torch.random.fork_rng(devices=gpus):
-                module.eval()
-                started = [child.training for child, _ in modes]
-                if any(started):
-                    log.warning(
-                        "%s or a part of it is in train mode, and its own eval() leaves it there: "
-                        "rows may have dropout and the statistics of batches",
-                        title,
-                    )
-                elif modes[0][1]:
-                    log.warning("%s is in train mode: it runs in eval mode, and is put back", title)
-                yield
-        finally:
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])  # noqa: NPY002
-            if state is not None:
-                torch.mps.set_rng_state(state)
-            if started is not None and [child.training for child, _ in modes] != started:
-                log.warning("%s put itself into train mode while it ran; it is put back", title)
-            for child, training in modes:
-                if child.training != training:
-                    child.train(training)  # it may do more, such as take merged weights apart
-            for child, training in modes:
-                child.training = training
-            changed = []
-            for child, name, buffer, value in buffers:
-                if child._buffers.get(name) is not buffer or not _is_same(buffer, value):
-                    child._buffers[name] = buffer
-                    with torch.no_grad():
-                        buffer.copy_(value)
-                    changed.append(name)
-            if changed:
-                names = ", ".join(sorted(set(changed)))
-                log.warning(
-                    "%s changed its buffers while it ran: %s; they are put back", title, names
-                )
-            now = dict(module.named_parameters())
-            changed = [
-                name
-                for name, parameter, value in parameters
-                if now.get(name) is not parameter or not _is_same(_sums(parameter), value)
-            ]
-            if changed:
-                log.warning(
-                    "%s changed its parameters, by eval(), train() or its passes: %s; they are not "
-                    "put back",
-                    title,
-                    listed(changed),
-                )
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _sums(parameter: Tensor) -> Tensor:
-    """Sums over the bits of each row, which show a change; a copy would fill memory."""
-    values = parameter.detach()
-    if values.layout != torch.strided or values.is_quantized or type(values) is not Tensor:
-        return (values[:1] if values.ndim else values).clone()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    bits = values.contiguous().view(_BITS[values.element_size()])
-    return bits.flatten(1).sum(1) if bits.ndim > 1 else bits.clone()
 
 
 def find_output(

@@ -30,6 +30,7 @@ from embedx.data import (
     FileReader,
     RowNumbers,
     Source,
+    classes_said,
     counted,
     counted_through,
     decode_bytes,
@@ -133,9 +134,7 @@ def huggingface(
     item_hashes = _item_hashes(of_files, [n_rows for _, n_rows, _ in files], n)
     item_hashes[list(paths)] ^= of_paths
     what = "pictures" if item.kind == "picture" else "texts"
-    note = (
-        f"{found.shown}: {n:,} {what} of the column {item.name}, {len(label_names) or 'no'} classes"
-    )
+    note = f"{found.shown}: {n:,} {what} of the column {item.name}, {classes_said(label_names)}"
     note += f" of {label_column}" if label_names else ""
     note += f", the first of {n_all:,}" if n < n_all else ""
     notes = [note + ("; ids are row numbers" if id is None else f"; ids are those of {id}")]

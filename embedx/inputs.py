@@ -721,6 +721,19 @@ def seed_all(seed: int, device: torch.device) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002
 
 
+def made_by(model: Model, device: torch.device) -> dict[str, Any]:
+    """What a file says of the model, and of the machine, that it was made by: root attributes."""
+    return {
+        "model": model.name,
+        "weights": model.weights,
+        "weights_sha256": model.weights_sha256,
+        "source": model.source,
+        "license": model.license,
+        "device": device.type,
+        "environment": json.dumps(environment()),
+    }
+
+
 def environment() -> dict[str, Any]:
     """The versions, and the number of threads, on which the last bits of what is made hang."""
     return {

@@ -24,6 +24,8 @@ from embedx import hooks, store
 from embedx.checks import checked
 from embedx.errors import ConfigError, LayerError, ModelError, listed, number_of, short
 from embedx.models import Model
+from embedx.passes import Inputs, run_model, undisturbed
+from embedx.points import Point, find_penultimate, resolve_points
 from embedx.tables import aligned, as_csv
 
 log = logging.getLogger("embedx")
@@ -190,7 +192,7 @@ class LayerTable:
 def layers(
     model: Network,
     *,
-    example: hooks.Inputs | None = None,
+    example: Inputs | None = None,
     depth: int | None = None,
     format: Format | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -246,10 +248,10 @@ def layers(
         example = _example(model)
     marked = None
     if named is not None:
-        (marked,) = hooks.resolve_points(module, "penultimate", penultimate=named, title=title)
+        (marked,) = resolve_points(module, "penultimate", penultimate=named, title=title)
     else:
         with contextlib.suppress(LayerError):
-            marked = hooks.find_penultimate(module)
+            marked = find_penultimate(module)
     if any(nn.parameter.is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
         log.info("%s has lazily sized layers: a copy of it is sized by the example", title)
         empty: Any = nn.parameter.UninitializedBuffer  # torch cannot copy one
@@ -307,7 +309,7 @@ def _device(module: nn.Module) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _example(model: Network) -> hooks.Inputs:
+def _example(model: Network) -> Inputs:
     """One black picture, or one text, as the model takes it."""
     preprocess = model.preprocess if isinstance(model, Model) else None
     tokenizer = model.tokenizer if isinstance(model, Model) else None
@@ -382,10 +384,10 @@ class _Own:
             self.own[self._running[-1]] += self._read() - self._since
 
 
-def _observe(module: nn.Module, example: hooks.Inputs, *, title: str) -> _Seen:
+def _observe(module: nn.Module, example: Inputs, *, title: str) -> _Seen:
     seen = _Seen()
     device = _device(module)
-    with hooks.undisturbed(module, device=device), torch.no_grad():
+    with undisturbed(module, device=device), torch.no_grad():
         with _counter(seen.not_counted) as counter:
             flops = _Own(counter.get_total_flops, seen.flops)
 
@@ -398,7 +400,7 @@ def _observe(module: nn.Module, example: hooks.Inputs, *, title: str) -> _Seen:
                 flops.left(name)
 
             with hooks.watched(module, entered=entered, left=left):
-                hooks.run_model(module, example, title=title)
+                run_model(module, example, title=title)
         # Other passes: to count slows small operations, and the first one is cold.
         read = _clock(device)
         clock = _Own(read, Counter())
@@ -408,7 +410,7 @@ def _observe(module: nn.Module, example: hooks.Inputs, *, title: str) -> _Seen:
                 seen.n_passes < _MOST_PASSES and read() - begun_ns + last_ns < _PASSES_NS
             ):
                 clock.own = Counter()
-                hooks.run_model(module, example, title=title)
+                run_model(module, example, title=title)
                 last_ns = sum(clock.own.values())
                 if not seen.n_passes or last_ns < sum(seen.spent_ns.values()):
                     seen.spent_ns = clock.own
@@ -603,7 +605,7 @@ def _n_bytes(module: nn.Module, counted: set[int]) -> int:
     return n
 
 
-def _rows(module: nn.Module, seen: _Seen, marked: hooks.Point | None) -> list[Layer]:
+def _rows(module: nn.Module, seen: _Seen, marked: Point | None) -> list[Layer]:
     """A row a module; the figures of each with those of all whose names go on from its own."""
     modules = dict(module.named_modules())
     names = {id(child): name for name, child in modules.items()}

@@ -20,8 +20,9 @@ from embedx.errors import (
     listed,
     nearest,
 )
-from embedx.hooks import Capture, class_scores
+from embedx.hooks import Capture
 from embedx.matrix import Array
+from embedx.passes import class_scores
 
 log = logging.getLogger("embedx")
 

@@ -22,6 +22,7 @@ from embedx import hooks, store
 from embedx.checks import checked, require_exact, require_unmasked
 from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
 from embedx.parts import append_parts
+from embedx.points import Point, resolve_points
 from embedx.pooling import Function, per_point
 from embedx.rows import Rows, not_finite, picture_size, token_mask
 from embedx.store import Array, Embeddings, Field, Status
@@ -52,7 +53,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        points: Sequence[hooks.Point],
+        points: Sequence[Point],
         path: Path,
         *,
         rows: Rows,
@@ -150,7 +151,7 @@ class Recorder:
             self._n_refused += 1
             raise
 
-    def _reduce(self, point: hooks.Point, activation: Tensor) -> Tensor:
+    def _reduce(self, point: Point, activation: Tensor) -> Tensor:
         self._say_mode()
         shape = tuple(activation.shape)
         if len(shape) == 3 and shape[0] == shape[1]:
@@ -535,7 +536,7 @@ def record(
     """
     if not 1 <= id_bytes <= store.ID_BYTES_MAX:
         raise ConfigError(f"id_bytes must be 1 to {store.ID_BYTES_MAX}, not {id_bytes}")
-    resolved = hooks.resolve_points(model, points)
+    resolved = resolve_points(model, points)
     poolings = per_point(pooling, n_points=len(resolved))
     path = Path(out).absolute() / store.EMBEDDINGS_NAME  # the loop may go to another folder
     store.require_idle(path)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedx import hooks, pooling, store
+from embedx import pooling, store
 from embedx.errors import ShapeError
+from embedx.points import Point
 from embedx.store import Array
 
 log = logging.getLogger("embedx")
@@ -36,7 +37,7 @@ class Rows:
 
     def __init__(
         self,
-        points: Sequence[hooks.Point],
+        points: Sequence[Point],
         poolings: Sequence[pooling.Pooling],
         *,
         dtype: np.dtype[Any],
@@ -55,7 +56,7 @@ class Rows:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._vanished: set[str] = set()
 
-    def reduce(self, point: hooks.Point, activation: Tensor) -> Tensor:
+    def reduce(self, point: Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
 
         A pooling of the user's own may work in place, fill one buffer again and again, or be a
@@ -92,7 +93,7 @@ class Rows:
             )
         return pooled.clone() if is_own else pooled
 
-    def _settle(self, point: hooks.Point, activation: Tensor) -> None:
+    def _settle(self, point: Point, activation: Tensor) -> None:
         if self._poolings[point.name].name == "auto":
             try:
                 name = pooling.choose(

@@ -23,6 +23,8 @@ from embedx.errors import (
 )
 from embedx.grids import Grid
 from embedx.objectives import require_class, scores_of
+from embedx.passes import frozen, run_model
+from embedx.points import Point, parse_point
 
 log = logging.getLogger("embedx")
 
@@ -79,7 +81,7 @@ class Scored:
             ModelError: It fails.
             ShapeError: What it gives is no score of each class.
         """
-        output = hooks.run_model(self.module, inputs.clone(), title=self.title)
+        output = run_model(self.module, inputs.clone(), title=self.title)
         return scores_of(output, n=len(inputs), title=self.title)
 
     def chosen(self, scores: Tensor, targets: Tensor | None) -> Tensor:
@@ -132,7 +134,7 @@ def ready(module: nn.Module) -> Iterator[None]:
     before = backend.deterministic, backend.benchmark
     try:
         backend.deterministic, backend.benchmark = True, False
-        with hooks.frozen(module), torch.inference_mode(False), torch.enable_grad():
+        with frozen(module), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         backend.deterministic, backend.benchmark = before
@@ -338,7 +340,7 @@ class Layer:
         width: How many there are.
     """
 
-    point: hooks.Point
+    point: Point
     grid: Grid
     width: int
 
@@ -384,7 +386,7 @@ def gradcam(
 
 
 def _at_layer(
-    run: Scored, inputs: Tensor, targets: Tensor | None, point: hooks.Point
+    run: Scored, inputs: Tensor, targets: Tensor | None, point: Point
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores, classes, and what a layer gave with its gradient."""
     gradient = dataclasses.replace(point, what=_GRADIENT_OF[point.what])
@@ -440,7 +442,7 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
     fired: list[tuple[str, Any]] = []
     note = hooks.watched(module, left=lambda name, output: fired.append((name, output)))
     with note, torch.no_grad():
-        hooks.run_model(module, inputs.clone(), title=title)
+        run_model(module, inputs.clone(), title=title)
     return Network(
         grids.seen_in(module, fired, n=1, picture=picture),
         grids.patches_in(fired, n=1, picture=picture),
@@ -449,7 +451,7 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
     )
 
 
-def as_layer(network: Network, point: hooks.Point, activation: Tensor, *, n: int) -> Layer:
+def as_layer(network: Network, point: Point, activation: Tensor, *, n: int) -> Layer:
     """A capture point with its grid.
 
     Raises:
@@ -470,8 +472,8 @@ def as_layer(network: Network, point: hooks.Point, activation: Tensor, *, n: int
 
 
 def of_globs(
-    run: Scored, network: Network, points: Sequence[hooks.Point], inputs: Tensor
-) -> dict[hooks.Point, list[hooks.Point]]:
+    run: Scored, network: Network, points: Sequence[Point], inputs: Tensor
+) -> dict[Point, list[Point]]:
     """What gives feature maps of each point of a glob: it, or each call of a layer by itself.
 
     Args:
@@ -480,7 +482,7 @@ def of_globs(
         points: The points.
         inputs: Of one picture.
     """
-    each: dict[hooks.Point, list[hooks.Point]] = {}
+    each: dict[Point, list[Point]] = {}
     for point in points:
         calls = network.calls.get(point.layer, 0)
         is_each = calls > 1 and point.call is None
@@ -488,10 +490,10 @@ def of_globs(
             dataclasses.replace(point, call=call) if is_each else point
             for call in range(calls if is_each else min(calls, 1))
         ]
-    found: dict[hooks.Point, list[hooks.Point]] = {point: [] for point in points}
+    found: dict[Point, list[Point]] = {point: [] for point in points}
     every = [one for several in each.values() for one in several]
     with hooks.Capture(run.module, every, only_here=True) as got, torch.no_grad():
-        hooks.run_model(run.module, inputs.clone(), title=run.title)
+        run_model(run.module, inputs.clone(), title=run.title)
         for point, several in each.items():
             for one in several:
                 with contextlib.suppress(LayerError):  # it gives no tensor, or no maps
@@ -524,7 +526,7 @@ def last_layer(run: Scored, network: Network, inputs: Tensor) -> str:
     if last.grid.form != "tokens" or not last.grid.n_prefix:
         return last.name
     alike = [one for one in seen if one.shape == last.shape]
-    points = [dataclasses.replace(hooks.parse_point(one.name), what="grad") for one in alike]
+    points = [dataclasses.replace(parse_point(one.name), what="grad") for one in alike]
     with hooks.Capture(run.module, points, only_here=True) as got:
         scores = run(inputs.detach().clone().requires_grad_())
         got.backward(scores.max(1).values.sum())

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embedx.columns import plain_name, storable, unique_names
-from embedx.data import FileReader, Located, Source, file_hashes, limited, located, name_of
+from embedx.data import (
+    FileReader,
+    Located,
+    Source,
+    classes_said,
+    file_hashes,
+    limited,
+    located,
+    name_of,
+)
 from embedx.errors import ConfigError, DataError, listed, short
 from embedx.table_files import Table, label_column, read_table, require_column
 
@@ -73,7 +82,7 @@ def table(
     if label_by is None:
         said += ", no labels"
     else:
-        said += f", labels by column {label_by}: {len(label_names)} classes"
+        said += f", labels by column {label_by}: {classes_said(label_names)}"
         if unlabelled := int((labels < 0).sum()):
             said += f", {unlabelled:,} unlabelled"
     said += ", the first of more" if read.is_cut else ""

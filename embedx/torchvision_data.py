@@ -18,6 +18,7 @@ from embedx.data import (
     FileReader,
     PixelReader,
     Source,
+    classes_said,
     counted_through,
     decode_image,
     file_hashes,
@@ -35,6 +36,7 @@ from embedx.errors import (
     first_line,
     listed,
     nearest,
+    number_of,
 )
 from embedx.matrix import Array
 
@@ -297,9 +299,8 @@ def _source(items: Any, *, name: str, root: str, split: str | None, limit: int |
             label_names=names,
             label_numbers=numbers,
         )
-    counted = f"{len(source.label_names) or 'no'} classes"
-    note = f"{name}{f', {part}' * bool(part)}: {n:,} pictures, "
-    note += "labels in the items" if source.labels_in_items else counted
+    note = f"{name}{f', {part}' * bool(part)}: {number_of(n, 'picture', 'pictures')}, "
+    note += "labels in the items" if source.labels_in_items else classes_said(source.label_names)
     note += f", the first of {n_all:,}" if n < n_all else ""
     if passed_over:
         notes.append(f"passed over: the targets of {name}, which are {passed_over} and no classes")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import embedx
-from embedx import data, fold, hooks, models, pooling, store
+from embedx import data, fold, models, pooling, store
 from embedx.data import Source
 from embedx.errors import (
     ConfigError,
@@ -39,6 +39,7 @@ from embedx.errors import (
     StoreError,
 )
 from embedx.fingerprints import code_sha256, state_sha256, value_sha256
+from embedx.points import resolve_points
 
 Array = np.ndarray[Any, Any]
 
@@ -929,9 +930,9 @@ def test_a_layer_whose_name_reads_as_a_call_of_another_is_asked_for_by_a_glob(
     model = OddNames().eval()
     for text in ("t.a@0", "t.a@0:input"):
         with pytest.raises(LayerError, match=r"may be the layer 't.a@0' or a part of 't.a'"):
-            hooks.resolve_points(model, text)
+            resolve_points(model, text)
     with pytest.raises(LayerError, match="is the name of a layer and a call of another"):
-        hooks.resolve_points(model, ["t.a?0", "t.?@0"])
+        resolve_points(model, ["t.a?0", "t.?@0"])
     run = embedx.extract(model, noise(5, 4), layers="t.a?0", out=tmp_path)
     with torch.no_grad():
         np.testing.assert_allclose(run.embeddings["t.a@0"], model.t["a@0"](noise(5, 4)), atol=1e-6)

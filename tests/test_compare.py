@@ -220,6 +220,16 @@ def test_titles_name_runs_by_what_differs_between_them(tmp_path: Path) -> None:
     ]
 
 
+def test_a_title_says_an_ablation_as_a_command_does(tmp_path: Path) -> None:
+    made = []
+    for folder, ablate in (("x-1", "null"), ("x-2", "\n- {at: fc, units: [3, 5], by: zero}")):
+        config = f"model: net\nablate: {ablate}\n"
+        made.append(make_run(tmp_path / folder, 1.0, config=config))
+        projection_file(made[-1], "pca-000001", rows(1.0)[:, :2])
+    found = compare(made, out=tmp_path / "out")
+    assert titles(found) == ["ablate=null", "ablate=[{at:fc,units:[3,5],by:zero}]"]
+
+
 def test_every_epoch_of_a_recording_has_a_panel_of_the_same_frame(tmp_path: Path) -> None:
     epochs = np.repeat(np.arange(3, dtype=np.int32), 20)
     path = make_run(tmp_path / "a", 1.0, metadata={"epoch": epochs})

@@ -513,11 +513,11 @@ def test_flat_folder_has_no_labels_and_labels_can_be_left_out(tmp_path: Path) ->
     ("labels", "expected", "note"),
     [
         ("(cat|dog)", ["cat", "dog", "dog", None], "4 pictures, 2 classes, 1 unlabelled"),
-        (r"^(\w+)-", ["img", "img", None, "img"], "4 pictures, 1 classes, 1 unlabelled"),
+        (r"^(\w+)-", ["img", "img", None, "img"], "4 pictures, 1 class, 1 unlabelled"),
         (r"(\d)-(?P<label>\d+)", ["1", "10", "2", None], "4 pictures, 3 classes, 1 unlabelled"),
-        ("^(img)?.*$", ["img", "img", None, "img"], "4 pictures, 1 classes, 1 unlabelled"),
+        ("^(img)?.*$", ["img", "img", None, "img"], "4 pictures, 1 class, 1 unlabelled"),
         ("(?i)/(DOG)|(?P<label>cat)", ["cat", None, None, None], "1 classes, 3 unlabelled"),
-        (r"\.(...)$", ["png"] * 4, "4 pictures, 1 classes"),
+        (r"\.(...)$", ["png"] * 4, "4 pictures, 1 class"),
     ],
 )
 def test_a_regular_expression_finds_the_label_in_the_path(
@@ -780,7 +780,7 @@ def test_limit_takes_the_first_and_says_so(tmp_path: Path) -> None:
     source = data.folder(str(tmp_path), limit=2)
     assert list(source.ids) == ["a/1.png", "a/2.png"]
     assert list(source.label_names) == ["a"]
-    assert source.notes[0].endswith("2 pictures, 1 classes, the first of 3")
+    assert source.notes[0].endswith("2 pictures, 1 class, the first of 3")
     assert len(data.folder(str(tmp_path), limit=9)) == 3
 
 

@@ -11,7 +11,7 @@ from torchvision import models
 
 import embedx
 from embedx.fold import folded, is_known
-from embedx.hooks import parse_point
+from embedx.points import parse_point
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import embedx
 from embedx import hooks
 from embedx.errors import LayerError, ModelError
-from embedx.hooks import Point, parse_point, resolve_points
+from embedx.passes import run_model, undisturbed
+from embedx.points import Point, parse_point, resolve_points
 
 
 def n_hooks(module: nn.Module) -> int:
@@ -432,12 +433,12 @@ def test_a_pass_ends_with_the_last_point_in_order_of_execution(points: list[str]
     torch.manual_seed(0)
     model, x = Counted(), torch.randn(3, 2)
     with torch.no_grad(), embedx.capture(model, points) as got:
-        hooks.run_model(model, x, title="counted")
+        run_model(model, x, title="counted")
         whole = {name: got[name] for name in points}
         assert model.ran == ["a", "b", "c"]
         model.ran.clear()
         got.stops_early = True
-        given = hooks.run_model(model, x, title="counted")
+        given = run_model(model, x, title="counted")
         assert all(torch.equal(got[name], whole[name]) for name in points)
     wanted = max("abc".index(name[0]) + (":" not in name) for name in points)
     # The layer that fires last does not return into the model.
@@ -526,7 +527,7 @@ def test_what_a_model_does_to_itself_is_put_back_and_said(
     state = {key: value.clone() for key, value in model.state_dict().items()}
     buffers = dict(model.named_buffers())
     generator = torch.get_rng_state()
-    with hooks.undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         torch.manual_seed(7)
         model(torch.randn(3, 2))
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
@@ -536,7 +537,7 @@ def test_what_a_model_does_to_itself_is_put_back_and_said(
     assert "restless put itself into train mode while it ran" in caplog.text
     assert "changed its buffers while it ran: latest, num_batches_tracked, passes" in caplog.text
     caplog.clear()
-    with hooks.undisturbed(small()):
+    with undisturbed(small()):
         pass
     assert caplog.text == ""
 
@@ -572,7 +573,7 @@ def test_weights_merged_by_eval_are_taken_apart_and_changed_ones_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(Merging(), nn.Linear(2, 2))
-    with hooks.undisturbed(model):
+    with undisturbed(model):
         assert model[0].is_merged
     assert model.training
     assert model[0].training
@@ -580,7 +581,7 @@ def test_weights_merged_by_eval_are_taken_apart_and_changed_ones_said(
     assert model[0].weight.tolist() == [2, 4]
     assert "parameters" not in caplog.text
     caplog.clear()
-    with hooks.undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         model[1].bias.add_(1)
     assert "sequential changed its parameters, by eval(), train() or its passes: 1.bias;" in (
         caplog.text
@@ -592,7 +593,7 @@ def test_a_model_whose_eval_leaves_it_in_train_mode_is_said_to_be(
 ) -> None:
     model = Stubborn(nn.Linear(2, 2), nn.Dropout())
     model[0].training = False
-    with hooks.undisturbed(model):
+    with undisturbed(model):
         pass
     assert "stubborn or a part of it is in train mode, and its own eval() leaves it" in caplog.text
     assert "while it ran" not in caplog.text
@@ -604,7 +605,7 @@ def test_the_random_state_of_numpy_and_python_is_as_it_was() -> None:
         return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
 
     before = state()
-    with hooks.undisturbed(small()):
+    with undisturbed(small()):
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002
         assert state() != before
@@ -729,21 +730,21 @@ def test_a_pass_in_another_thread_can_be_read_here_unless_several_ran_one() -> N
 def test_a_model_is_not_run_undisturbed_twice_at_once_nor_a_part_of_it() -> None:
     model = small()
     with (
-        hooks.undisturbed(model),
+        undisturbed(model),
         pytest.raises(ModelError, match=r"sequential is being run by another .*copy.deepcopy"),
-        hooks.undisturbed(nn.Sequential(model[0])),
+        undisturbed(nn.Sequential(model[0])),
     ):
         raise AssertionError
-    with hooks.undisturbed(model), hooks.undisturbed(small()):
+    with undisturbed(model), undisturbed(small()):
         pass
 
 
 def test_passes_of_other_threads_are_let_alone_where_only_those_here_are_wanted() -> None:
     model, x = small(), torch.randn(1, 3, 8, 8)
-    (point,) = hooks.resolve_points(model, "0")
+    (point,) = resolve_points(model, "0")
     ended: list[Tensor] = []
     with torch.no_grad(), hooks.Capture(model, [point], only_here=True) as got:
-        hooks.run_model(model, x, title="small")
+        run_model(model, x, title="small")
         got.stops_early = True
         wanted = got["0"]
         thread = threading.Thread(target=lambda: ended.append(model(-x)))

@@ -121,7 +121,7 @@ def test_named_layer_equals_what_enters_the_head(
     import yaml
 
     from embedx.configs import conf_dir
-    from embedx.hooks import find_penultimate
+    from embedx.points import find_penultimate
 
     config = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
     assert config["layer"] == layer
@@ -146,7 +146,7 @@ def test_the_penultimate_layer_of_torchvision_networks_is_what_enters_their_clas
 ) -> None:
     from torchvision import models as networks
 
-    from embedx.hooks import find_penultimate
+    from embedx.points import find_penultimate
 
     names = networks.list_models(module=networks)
     assert len(names) >= 80
@@ -241,7 +241,7 @@ def test_the_penultimate_layer_of_timm_is_what_enters_its_classifier(
     options: dict[str, int],
     cheap_weights: Callable[[nn.Module], None],
 ) -> None:
-    from embedx.hooks import find_penultimate
+    from embedx.points import find_penultimate
 
     model = models.timm(name, weights=None, **options)
     module = model.module

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import embedx
-import embedx.extract
-from embedx import models, store
+from embedx import inputs, models, runs, store
 from embedx.errors import ConfigError, DataError, InUseError, StoreError
 from embedx.inputs import WINDOW_BATCHES
 from embedx.models import Preprocess
@@ -33,7 +32,6 @@ from tests.test_tar_data import extract as extract_shards
 from tests.test_tar_data import numbers_of, shards, webdataset
 
 Array = np.ndarray[Any, Any]
-EXTRACT = sys.modules["embedx.extract"]
 Here = Callable[..., tuple[int, list[str], list[str]]]
 
 
@@ -275,8 +273,8 @@ def test_parts_made_by_others_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     extract(tmp_path, n_parts=2, part=0)
-    own = EXTRACT.environment()
-    monkeypatch.setattr(EXTRACT, "environment", lambda: {**own, "threads": 99, "torch": "0"})
+    own = inputs.environment()
+    monkeypatch.setattr(inputs, "environment", lambda: {**own, "threads": 99, "torch": "0"})
     extract(tmp_path, n_parts=2, part=1)
     run = extract(tmp_path, n_parts=2)
     assert json.loads(run.attrs["environment"]) == own
@@ -309,9 +307,9 @@ def test_a_run_killed_while_it_joins_has_lost_nothing(
         calls.append(1)
         return plain(*args, **kwargs)
 
-    plain = EXTRACT._fill
+    plain = runs._fill
     for place, name in (
-        (EXTRACT, "append_parts"),
+        (runs, "append_parts"),
         (store, "replace_file"),
         (store, "remove_parts"),
     ):
@@ -321,7 +319,7 @@ def test_a_run_killed_while_it_joins_has_lost_nothing(
         extract(run, n_parts=3, part=2)
         for attempt in (True, False):
             with monkeypatch.context() as patch:
-                patch.setattr(EXTRACT, "_fill", counted)
+                patch.setattr(runs, "_fill", counted)
                 if attempt:
                     patch.setattr(place, name, lambda *_, **__: 1 / 0)
                     with pytest.raises(ZeroDivisionError):

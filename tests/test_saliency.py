@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from embedx import hooks, saliency
 from embedx.errors import ConfigError, LayerError, ModelError, ShapeError
+from embedx.points import parse_point
 from embedx.saliency import Layer, Maps, Scored
 
 X = torch.randn(3, 3, 12, 8, generator=torch.Generator().manual_seed(0))
@@ -45,7 +46,7 @@ def made(
 
 def layer_of(module: nn.Module, name: str, x: Tensor = X) -> Layer:
     network = saliency.look(module, x[:1], title="net")
-    point = hooks.parse_point(name)
+    point = parse_point(name)
     with hooks.Capture(module, [point]) as got, torch.no_grad():
         module(x[:1].clone())
         return saliency.as_layer(network, point, got[point.name], n=1)

@@ -27,8 +27,7 @@ from PIL import Image
 from torch import nn
 
 import embedx
-import embedx.extract
-from embedx import inputs, store, tar_data
+from embedx import inputs, runs, store, tar_data
 from embedx.data import Shards
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.models import Preprocess
@@ -37,7 +36,6 @@ from embedx.tar_data import webdataset
 from tests.conftest import EXHAUSTIVE, sha256
 
 Array = np.ndarray[Any, Any]
-EXTRACT = sys.modules["embedx.extract"]  # the package shows the function under this name
 Members = Sequence[tuple[str, bytes]]
 
 
@@ -497,7 +495,7 @@ def test_other_shards_or_settings_are_another_run(
     run = extract(webdataset(str(folder)), tmp_path / "run", overwrite=True)
     assert numbers_of(run) == [0, 1, 2, 3, 9]
     # Parts of a run that was not finished are not those of another.
-    monkeypatch.setattr(EXTRACT, "_join", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(runs, "_join", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         extract(webdataset(str(folder)), tmp_path / "new")
     monkeypatch.undo()
@@ -515,7 +513,7 @@ def test_a_damaged_part_is_named_and_not_joined(
 ) -> None:
     folder = shards(tmp_path / "set", 4, 4)
     whole = extract(webdataset(str(folder)), tmp_path / "whole")
-    monkeypatch.setattr(EXTRACT, "_join", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(runs, "_join", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         extract(webdataset(str(folder)), tmp_path / "run")
     monkeypatch.undo()

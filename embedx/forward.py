@@ -1,0 +1,651 @@
+"""What one forward pass of an extraction gives, and the checks that go with the first one."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from torch import Tensor, nn
+
+from embedx import fold, hooks, models
+from embedx import pooling as pools
+from embedx.ablations import Ablation, Seen
+from embedx.data import Source
+from embedx.errors import (
+    LayerError,
+    ModelError,
+    ShapeError,
+    listed,
+)
+from embedx.fingerprints import code_sha256, state_marks, value_sha256
+from embedx.inputs import (
+    Batch,
+    Inputs,
+    Piece,
+    Precision,
+    channels_last,
+    matmul_precision,
+    placed,
+    seed_all,
+)
+from embedx.models import Model
+from embedx.objectives import Backward, Objective, scores_of
+from embedx.passes import FAST_PATHS_OFF, differentiable, run_model, undisturbed
+from embedx.points import Point
+from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
+from embedx.store import Array
+
+log = logging.getLogger("embedx")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What an extraction is to do: its arguments, resolved, and what decides its rows."""
+
+    model: Model
+    source: Source
+    rows: range  # those to make, of the source: all, or a part of them
+    points: list[Point]
+    poolings: list[pools.Pooling]
+    normalize: list[bool]
+    device: torch.device
+    precision: Precision
+    dtype: np.dtype[Any]
+    batch_size: int
+    num_workers: int
+    save_outputs: bool
+    thumbnails: int
+    on_error: str
+    only_pictures: bool
+    objective: Objective | None
+    classes: list[str] | None
+    ablations: list[Ablation]
+    ablated: list[tuple[Point, Ablation]]
+
+    @property
+    def has_own_pooling(self) -> bool:
+        return any(one.code for one in self.poolings)
+
+    @property
+    def is_by_sample(self) -> bool:
+        """Whether no code may draw random numbers, or see the samples of a batch together."""
+        prepared = self.model.preprocess
+        return (
+            fold.is_by_sample(self.model.module)
+            and not self.has_own_pooling
+            and not (prepared is not None and prepared.is_own)
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the rows, for the id of the file and to name a difference."""
+        prepared = self.model.preprocess
+        makes_batches = self.source.collate is not None
+        tokenizer = self.model.tokenizer
+        # What only some runs have is left out of the others, whose ids are older than it.
+        ablated = [one.settings() for one in self.ablations]
+        return {
+            **({} if tokenizer is None else {"tokenizer": tokenizer.config()}),
+            **({} if self.objective is None else {"objective": self.objective}),
+            **({} if self.classes is None else {"classes": self.classes}),
+            **({"ablate": ablated} if ablated else {}),
+            "model": self.model.source,
+            "weights_sha256": self.model.weights_sha256,
+            "code": self.model.code,
+            "tokens": self.model.tokens,
+            "preprocess": prepared.config() if prepared else None,
+            "layers": [point.name for point in self.points],
+            "pooling": [one.name for one in self.poolings],
+            "pooling_code": [one.code for one in self.poolings],
+            "normalize": self.normalize if len(set(self.normalize)) > 1 else self.normalize[0],
+            "precision": self.precision,
+            "dtype": self.dtype.name,
+            "save_outputs": self.save_outputs,
+            "thumbnails": self.thumbnails,
+            "batch_size": self.batch_size if makes_batches or not self.is_by_sample else None,
+            "default_dtype": str(torch.get_default_dtype()),
+            "rows": len(self.source),
+            "items": self.source.fingerprint,
+            "columns": _columns_sha256(self.source),
+            "revisions": [
+                hooks.HOOKS_REVISION,
+                pools.POOLING_REVISION,
+                models.PREPROCESS_REVISION,
+            ],
+        }
+
+
+def _columns_sha256(source: Source) -> str:
+    """SHA-256 of what the file keeps of the samples beside what the model makes of them."""
+    labels: Any = None if source.labels is None else source.labels.tolist()
+    if source.labels_in_items:
+        labels = "in the items"
+    metadata = {
+        name: [_kind_of(column), *map(str, column)] for name, column in source.metadata.items()
+    }
+    columns = [list(source.ids), labels, list(source.label_names), metadata]
+    return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
+
+
+def _kind_of(column: Any) -> str:
+    dtype = np.asarray(column).dtype
+    return "texts" if dtype.kind in "OU" else str(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What one forward pass gave: arrays by field name, and rows that are not finite.
+
+    And what the first pass of the process made of the network: see :class:`_Memory`.
+    """
+
+    arrays: dict[str, Array]
+    attrs: dict[str, dict[str, Any]]
+    not_finite: dict[int, str]
+    first_pass: str
+
+
+def joined(batch: Batch, done: Sequence[tuple[Piece, Results]]) -> Results:
+    """What the passes of a batch gave, in the order of its rows."""
+    (piece, first), *others = done
+    if piece.rows is None and not others:
+        return first
+    arrays = {
+        name: np.full((batch.size, *array.shape[1:]), unset(array.dtype), array.dtype)
+        for name, array in first.arrays.items()
+    }
+    bad: dict[int, str] = {}
+    for piece, results in done:
+        assert piece.rows is not None
+        bad |= results.not_finite
+        for name, array in results.arrays.items():
+            if array.shape[1:] != arrays[name].shape[1:]:
+                raise ShapeError(
+                    f"{name} has shape {array.shape[1:]} for some texts and "
+                    f"{arrays[name].shape[1:]} for others; choose a pooling that gives one length, "
+                    "such as pooling=mean_token"
+                )
+            arrays[name][piece.rows] = array
+    return Results(arrays, first.attrs, bad, first.first_pass)
+
+
+@contextlib.contextmanager
+def forward_of(plan: Plan) -> Iterator[Any]:
+    """The forward pass with its hooks, as a function from a batch to results."""
+    module = plan.model.module
+    prepared = plan.model.preprocess
+    rows = Rows(
+        plan.points,
+        plan.poolings,
+        dtype=plan.dtype,
+        normalize=plan.normalize,
+        tokens=plan.model.tokens,
+    )
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
+    with contextlib.ExitStack() as stack:
+        lies_on = next((p.device for p in module.parameters()), plan.device)
+        if lies_on != plan.device:
+            stack.callback(module.to, lies_on)
+            module.to(plan.device)
+        stack.enter_context(undisturbed(module, device=plan.device))
+        stack.enter_context(matmul_precision(plan.precision))
+        # Code of the user's own may keep something from layer to layer, run a layer again in
+        # another batch, or look at strides: only what is known is run otherwise than as written.
+        is_known = fold.is_known(module)
+        if is_known:
+            ablated = [point for point, _ in plan.ablated]
+            stack.enter_context(fold.folded(module, [*plan.points, *ablated]))
+        elif names := _own_generators(module):
+            log.warning(
+                "%s has a random generator of its own, which goes on from pass to pass: %s; if it "
+                "draws from it, another run gives other rows",
+                plan.model.name,
+                listed(names),
+            )
+        memory = _Memory(plan, is_known=is_known)
+        seen = Seen()
+        got = stack.enter_context(
+            hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
+        )
+        got.is_verified = True  # by look_first
+        ablating: hooks.Intervention | None = None
+        backward = None
+        if plan.objective is not None:
+            backward = Backward(
+                plan.objective,
+                got,
+                title=plan.model.name,
+                label_names=plan.source.label_names,
+                label_numbers=plan.source.label_numbers,
+                classes=plan.classes,
+            )
+
+        def run(inputs: Inputs, labels: Tensor | None, n: int) -> Any:
+            """One pass, and one back where gradients are wanted."""
+            seen.n, seen.mask, seen.picture = n, rows.mask, rows.picture
+            with contextlib.ExitStack() as block:
+                if backward is not None:
+                    inputs = block.enter_context(differentiable(module, inputs))
+                with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+                    output = run_model(module, inputs, title=plan.model.name)
+                if backward is not None:
+                    backward.run(output, labels, n=n)
+                    if got.cut_off:
+                        raise LayerError(
+                            f"{plan.model.name} also keeps what {', '.join(got.cut_off)} is taken "
+                            "at by itself (an attribute, a hook of its own, a list that it gives), "
+                            "and what comes by that way would be left out; choose another layer"
+                        )
+            return output
+
+        is_checked = False
+        is_looked_at = backward is None and not plan.ablated
+        is_padding_checked = plan.model.tokenizer is None
+
+        def look_first(inputs: Inputs, labels: Tensor | None, n: int, seed: int) -> None:
+            """Set the ablations, and see by passes of the first batch that nothing else changes."""
+            nonlocal ablating
+            if backward is not None:
+                got.remove()
+            seed_all(seed, plan.device)
+            with (
+                FAST_PATHS_OFF,
+                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
+            ):
+                plain = run_model(module, _copied(inputs), title=plan.model.name)
+                seed_all(seed, plan.device)
+                again = run_model(module, _copied(inputs), title=plan.model.name)
+            got.set()
+            if not _gives_alike(plan, plain, again):  # it keeps something from pass to pass
+                plain = None
+            if plan.ablated:
+                ablating = _ablating(plan, seen)
+                stack.callback(ablating.remove)
+                seen.is_plain = True
+                seed_all(seed, plan.device)
+                output = run(_copied(inputs), labels, n)
+                seen.is_plain = False
+                ablating.require_fired()
+                _require_same_output(plan, plain, output)
+                rows_before = {point.name: got[point.name] for point in plan.points}
+                seed_all(seed, plan.device)
+                run(_copied(inputs), labels, n)
+                if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
+                    log.warning(
+                        "the ablations change none of the rows of the first batch: they are of "
+                        "layers that do not lead to %s, or change no number",
+                        ", ".join(rows_before),
+                    )
+            elif backward is not None:
+                seed_all(seed, plan.device)
+                _require_same_output(plan, plain, run(_copied(inputs), labels, n))
+            seed_all(seed, plan.device)
+
+        def forward(batch: Batch, piece: Piece) -> Results:
+            nonlocal is_checked, is_looked_at, is_padding_checked
+            first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
+            labels = _labels_of(plan, batch, piece)
+            # Not inference mode: a model's own cache could not be trained on afterwards.
+            with torch.no_grad():
+                memory.before_pass()
+                inputs = placed(piece.inputs, plan.device)
+                seed_all(first, plan.device)
+                if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
+                    with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+                        inputs = prepared.normalize(inputs)
+                if is_known:
+                    inputs = channels_last(inputs)
+                given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
+                wants_mask = bool(rows.mask_takers or plan.ablated)
+                mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
+                rows.mask = None if mask is None else mask.to(plan.device)
+                rows.picture = picture_size(
+                    [inputs] if isinstance(inputs, Tensor) else inputs.values()
+                )
+                if not is_looked_at:
+                    is_looked_at = True
+                    look_first(inputs, labels, piece.size, first)
+                output = run(inputs, labels, piece.size)
+                memory.after_pass()
+                try:
+                    arrays, attrs = rows.arrays(got, n=piece.size)
+                except LayerError as error:
+                    last = batch.start + batch.size - 1
+                    raise LayerError(f"rows {batch.start} to {last}: {error}") from None
+                if plan.save_outputs:
+                    logits = _logits(output, plan.model.name, piece.size)
+                    arrays["outputs/logits"] = logits
+                    arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
+                # The first pass was whole: it has shown that each layer runs once.
+                got.stops_early = is_known and not plan.save_outputs and backward is None
+                if not is_checked and piece.size > 1:
+                    is_checked = True
+                    if piece.size in _other_sizes(inputs) | rows.other_sizes | seen.sizes:
+                        _require_samples_first(plan, got, rows, run, inputs, labels, n=piece.size)
+                if not is_padding_checked:
+                    is_padding_checked = _require_padding_unseen(plan, got, rows, run, batch)
+            memory.say_of_zeros(batch)
+            places = range(piece.size) if piece.rows is None else piece.rows.tolist()
+            odd = {places[i]: why for i, why in not_finite(arrays).items()}
+            if backward is not None:
+                scores = scores_of(output, n=piece.size, title=plan.model.name)
+                strange = (~scores.detach().isfinite().all(1)).nonzero()[:, 0].tolist()
+                odd |= {places[i]: "its scores are not finite" for i in strange}
+            if plan.objective == "loss" and labels is not None:
+                of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
+                odd |= {places[i]: "it has no label to have a loss of" for i in of_none}
+            bad = {i: why for i, why in odd.items() if i not in batch.reasons}
+            return Results(arrays, attrs, bad, memory.first_pass)
+
+        yield forward
+
+
+class _Memory:
+    """What code of the user's own keeps of a pass for later ones, seen on the first two.
+
+    A layer that is made when the size of the input is known, a centre of the first batch, a
+    generator: rows then hang on which batch came first.
+
+    Attributes:
+        first_pass: SHA-256 of what was another after the first pass; "" where nothing was. A run
+            that goes on, whose first batch is another, has to find the same.
+    """
+
+    def __init__(self, plan: Plan, *, is_known: bool) -> None:
+        self.first_pass = ""
+        self._plan = plan
+        self._is_known = is_known
+        self._n_passes = 2 if is_known and not plan.has_own_pooling else 0  # that need no look
+        self._before: tuple[str, dict[str, str]] = "", {}
+        self._said_of_zeros = plan.is_by_sample
+
+    def before_pass(self) -> None:
+        if not self._n_passes:
+            self._before = self._kept(), self._marks()
+
+    def after_pass(self) -> None:
+        self._n_passes += 1
+        if self._n_passes > 2:
+            return
+        kept, (before, marks) = self._kept(), self._before
+        if self._n_passes == 1:
+            now = self._marks()
+            others = sorted((name, mark) for name, mark in now.items() if marks.get(name) != mark)
+            self._before = kept, now
+            if kept != before or others:
+                self.first_pass = value_sha256([kept, others])
+        elif kept != before:
+            log.warning(
+                "%s or its pooling keeps something from pass to pass; if that enters the rows, a "
+                "run that was interrupted and goes on gives others",
+                self._plan.model.name,
+            )
+        elif self.first_pass:
+            log.warning(
+                "%s or its pooling has made something in its first pass that later ones may use "
+                "(a layer, a centre, a cache): if the run is interrupted, it goes on only where "
+                "its first pass makes the same",
+                self._plan.model.name,
+            )
+
+    def _kept(self) -> str:
+        """SHA-256 of what the code of the user's own holds, its weights aside."""
+        held = [value_sha256(one.function) for one in self._plan.poolings if one.code]
+        code = "" if self._is_known else code_sha256(self._plan.model.module)
+        return "".join([code, *held])
+
+    def _marks(self) -> dict[str, str]:
+        return {} if self._is_known else state_marks(self._plan.model.module)
+
+    def say_of_zeros(self, batch: Batch) -> None:
+        """Say once that something stands in a batch in place of what could not be read."""
+        if batch.reasons and not self._said_of_zeros:
+            self._said_of_zeros = True
+            log.warning(
+                "in place of what cannot be read, such as row %s, %s enter beside the others of "
+                "its batch; where %s sees the samples of a batch together, their rows hang on it",
+                batch.start + min(batch.reasons),
+                "copies of other items" if self._plan.source.collate is not None else "zeros",
+                self._plan.model.name,
+            )
+
+
+def _own_generators(module: nn.Module) -> list[str]:
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return [
+        ".".join(filter(None, (name, key)))
+        for name, child in module.named_modules()
+        for key, value in {**vars(type(child)), **vars(child)}.items()
+        if isinstance(value, kinds)
+    ]
+
+
+def _other_sizes(inputs: Inputs) -> set[int]:
+    """Sizes of the axes that are not that of the samples."""
+    tensors = [inputs] if isinstance(inputs, Tensor) else inputs.values()
+    return {size for tensor in tensors for size in tensor.shape[1:]}
+
+
+def _labels_of(plan: Plan, batch: Batch, piece: Piece) -> Tensor | None:
+    """The labels of what goes through the model, where the objective takes them."""
+    if plan.objective != "loss":
+        return None
+    labels = batch.labels
+    if labels is None:
+        assert plan.source.labels is not None
+        labels = plan.source.labels[batch.start : batch.start + batch.size]
+    if piece.rows is not None:
+        labels = labels[piece.rows]
+    return torch.from_numpy(np.asarray(labels, np.int64)).to(plan.device)
+
+
+def _ablating(plan: Plan, seen: Seen) -> hooks.Intervention:
+    changes: dict[str, list[hooks.Change]] = {}
+    for point, one in plan.ablated:
+        change = functools.partial(_unless_plain, one, seen)
+        changes.setdefault(point.name, []).append(change)
+    # They stand in the identity as they were asked for, and hold the batch at hand.
+    return hooks.intervene(plan.model.module, changes, is_told=False)
+
+
+def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
+    return value if seen.is_plain else ablation.changed(value, seen)
+
+
+def _copied(inputs: Inputs) -> Inputs:
+    """A model may work in place on what enters it."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone()
+    return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def _require_same_output(plan: Plan, plain: Any, output: Any) -> None:
+    """Raise LayerError if the model gives something else when gradients or changes are asked for.
+
+    Copies go on in place of some tensors then: what a layer does to them in place, others do not
+    see that hold the tensor itself.
+    """
+    if plain is not None and not _gives_alike(plan, plain, output):
+        names = ", ".join(
+            [p.name for p in plan.points if p.is_gradient] or [p.name for p, _ in plan.ablated]
+        )
+        raise LayerError(
+            f"{plan.model.name} gives something else when {names} is asked for: a layer there "
+            "works in place on what another one takes too; name the layer before, or one around it"
+        )
+
+
+def _gives_alike(plan: Plan, output: Any, other: Any) -> bool:
+    tensors = zip(_tensors_in(output), _tensors_in(other), strict=False)
+    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.1
+    return all(_is_alike(one, another, most=most) for one, another in tensors)
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors_in(value)
+
+
+def _require_padding_unseen(
+    plan: Plan,
+    got: hooks.Capture,
+    rows: Rows,
+    run: Callable[[Inputs, Tensor | None, int], Any],
+    batch: Batch,
+) -> bool:
+    """See that a text has the row that it has alone, also padded beside the longest one.
+
+    Returns:
+        Whether the batch had texts of two lengths to see it by.
+
+    Raises:
+        ModelError: It has another one: the network takes a mask of padding and does not keep to it.
+    """
+    assert plan.model.tokenizer is not None
+    longest, few = batch.pieces[0].inputs, batch.pieces[-1].inputs
+    assert isinstance(longest, dict)
+    assert isinstance(few, dict)
+    lengths = few["attention_mask"].sum(1)
+    i, n_more = int(lengths.argmin()), longest["attention_mask"].shape[1] - int(lengths.min())
+    if not n_more:
+        return False
+    is_text = few["attention_mask"][i] != 0
+    alone = {name: tensor[i : i + 1, is_text] for name, tensor in few.items()}
+    padding = {"input_ids": plan.model.tokenizer.pad_id}
+    padded = {
+        name: nn.functional.pad(tensor, (0, n_more), value=padding.get(name, 0))
+        for name, tensor in alone.items()
+    }
+    label = torch.zeros(1, dtype=torch.long, device=plan.device)
+    mask, found = rows.mask, []
+    for inputs in (alone, padded):
+        rows.mask = (inputs["attention_mask"] != 0).to(plan.device) if mask is not None else None
+        seed_all(0, plan.device)
+        run(placed(inputs, plan.device), label if plan.objective == "loss" else None, 1)
+        found.append({point.name: got[point.name].clone() for point in plan.points})
+    rows.mask = mask
+    most = 1e-4 if plan.precision == "fp32" else 0.1
+    for name, row in found[0].items():
+        if found[1][name].shape == row.shape and not _is_alike(found[1][name], row, most=most):
+            raise ModelError(
+                f"{plan.model.name} gives a text another row at {name} when it is padded beside "
+                "longer ones, though it takes an attention_mask; such rows would hang on their "
+                "batch: use batch_size=1, or another encoder"
+            )
+    return True
+
+
+def _require_samples_first(
+    plan: Plan,
+    got: hooks.Capture,
+    rows: Rows,
+    run: Callable[[Inputs, Tensor | None, int], Any],
+    inputs: Inputs,
+    labels: Tensor | None,
+    *,
+    n: int,
+) -> None:
+    """Look at two samples where an axis of another kind is as long as the batch by chance.
+
+    Raises:
+        ShapeError: The first axis of what a layer gives is not that of the samples.
+    """
+    before = {point.name: got[point.name] for point in plan.points}
+
+    def run_again(rows_of: slice | list[int]) -> None:
+        # A copy: the model may work in place on what enters.
+        if isinstance(inputs, Tensor):
+            some: Inputs = inputs[rows_of].clone()
+        else:
+            some = {name: tensor[rows_of].clone() for name, tensor in inputs.items()}
+        rows.mask = None if mask is None else mask[rows_of]
+        of = None if labels is None else labels[rows_of]
+        seed_all(0, plan.device)
+        run(some, of, len(some if isinstance(some, Tensor) else next(iter(some.values()))))
+
+    few, mask = min(2, n - 1), rows.mask
+    try:
+        run_again(slice(few))
+        for point in plan.points:
+            if len(got[point.name]) != few:
+                raise ShapeError(
+                    f"layer {point.name} gives {tuple(got[point.name].shape)} for {few} samples "
+                    f"after pooling, so its first axis is not that of the samples, though {n} long "
+                    f"for {n} of them; {_SAMPLES_FIRST}"
+                )
+        return
+    except (ModelError, LayerError):
+        pass
+    # A model may be written for one size of batch alone: the samples in the other order then show
+    # whether the rows go with them.
+    backwards = list(range(n))[::-1]
+    with contextlib.suppress(ModelError, LayerError):
+        run_again(backwards)
+        for point in plan.points:
+            was, now = before[point.name], got[point.name]
+            if _is_near(now, was[backwards]):
+                continue
+            if not _is_near(now, was):
+                log.warning(
+                    "%s gives %s for %s samples, and whether its first axis is theirs could not be "
+                    "told: the model takes no other number of them",
+                    point.name,
+                    tuple(now.shape),
+                    n,
+                )
+            else:
+                raise ShapeError(
+                    f"layer {point.name} gives the same {tuple(now.shape)} for {n} samples in the "
+                    f"other order, so its first axis is not that of the samples; {_SAMPLES_FIRST}"
+                )
+
+
+_SAMPLES_FIRST = (
+    "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"
+)
+
+
+def _is_near(rows: Tensor, others: Tensor) -> bool:
+    return rows.shape == others.shape and torch.allclose(
+        rows.double(), others.double(), rtol=1e-3, atol=1e-6, equal_nan=True
+    )
+
+
+def _is_alike(values: Tensor, others: Tensor, *, most: float) -> bool:
+    """Whether they differ by at most a share of the largest."""
+    if values.shape != others.shape:
+        return False
+    ours, theirs = values.detach().double(), others.detach().double()
+    apart = (ours - theirs).nan_to_num(0).abs().amax() if ours.numel() else 0.0
+    return bool(apart <= most * theirs.nan_to_num(0).abs().amax() + 1e-30) if ours.numel() else True
+
+
+def _logits(output: Any, model: str, size: int) -> Array:
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != size:
+        what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ShapeError(
+            f"save_outputs keeps outputs of shape (n, classes), and {model} gives {what}; capture "
+            "a layer instead, such as layers=[NAME:output.0]"
+        )
+    require_float32(output, what=f"save_outputs keeps floats of 32 bits, and {model}")
+    # A copy: it may be what entered, or a buffer that the next pass fills.
+    logits: Array = output.to("cpu", torch.float32, copy=True).numpy()
+    return logits
+
+
+def unset(dtype: np.dtype[Any]) -> float | int:
+    """What stands where there is no number of a row."""
+    return {"f": np.nan, "u": 255, "i": -1}[dtype.kind]

@@ -1,0 +1,295 @@
+"""Passes of a model that leave it, and the random state, as they were."""
+
+import contextlib
+import logging
+import random
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embedx.errors import EmbedxError, ModelError, first_line, listed
+
+log = logging.getLogger("embedx")
+
+
+class EndPass(BaseException):
+    """Ends a pass whose rest nobody wants; no ``except Exception`` of a model's own catches it."""
+
+
+class _FastPathsOff:
+    """Fused attention is off while any capture is active, and as it was after the last one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+            self._users += 1
+            torch.backends.mha.set_fastpath_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+FAST_PATHS_OFF = _FastPathsOff()
+
+
+class _CompiledOff:
+    """What was compiled runs as it is written while anything is changed in it.
+
+    It would know nothing of the change, or if it was compiled meanwhile, go on with it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0 and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+COMPILED_OFF = _CompiledOff()
+
+
+def class_scores(output: Any) -> Tensor | None:
+    """The scores ``(n, classes)`` in what a model gives, or None: itself, or its ``logits``."""
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif not isinstance(output, Tensor):
+        output = getattr(output, "logits", None)
+    is_scores = isinstance(output, Tensor) and output.ndim == 2 and output.is_floating_point()
+    return output if is_scores else None
+
+
+@contextlib.contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Gradients at layers alone: the parameters need none, and get none, within the block."""
+    with _requiring(module, False):
+        yield
+
+
+@contextlib.contextmanager
+def _requiring(module: nn.Module, wanted: bool) -> Iterator[None]:
+    changed = [
+        one
+        for one in module.parameters()
+        if one.requires_grad != wanted
+        and not one.is_inference()
+        and (one.is_floating_point() or one.is_complex())
+    ]
+    try:
+        for one in changed:
+            one.requires_grad_(wanted)
+        yield
+    finally:
+        for one in changed:
+            one.requires_grad_(not wanted)
+
+
+Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+
+
+@contextlib.contextmanager
+def differentiable(
+    module: nn.Module, inputs: Tensor | dict[str, Tensor]
+) -> Iterator[Tensor | dict[str, Tensor]]:
+    """What enters a model, so that all that it computes has a gradient, however it is frozen.
+
+    Where it is floats, it needs a gradient, and the parameters need none. Of whole numbers there is
+    no gradient: then the parameters need one, within the block.
+    """
+
+    def leaf(tensor: Tensor) -> Tensor:  # a copy of one: a first layer may work in place
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.detach().requires_grad_().clone() if is_float else tensor
+
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+    are_floats = all(one.is_floating_point() or one.is_complex() for one in tensors)
+    with _requiring(module, not are_floats), torch.enable_grad():
+        if isinstance(inputs, Tensor):
+            yield leaf(inputs)
+        else:
+            yield {name: leaf(tensor) for name, tensor in inputs.items()}
+
+
+def run_model(module: nn.Module, inputs: Inputs, *, title: str) -> Any:
+    """One forward pass; whatever the model raises becomes one line.
+
+    Args:
+        module: The model.
+        inputs: What goes in, as the one argument, or several in their order or by their names.
+        title: What the user calls the model.
+
+    Returns:
+        What the model gives; None where a capture ended the pass early.
+
+    Raises:
+        ModelError: The model raised; the cause is attached.
+    """
+    try:
+        if isinstance(inputs, Mapping):
+            return module(**inputs)
+        return module(inputs) if isinstance(inputs, Tensor) else module(*inputs)
+    except EndPass:
+        return None
+    except EmbedxError:
+        raise
+    except Exception as error:
+        if isinstance(inputs, Mapping):
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+        else:
+            several = [inputs] if isinstance(inputs, Tensor) else inputs
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in several)
+        raise ModelError(
+            f"{title} failed on a batch of shape {shapes}: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def same_values(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN is NaN."""
+    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+
+
+_RUNNING: set[int] = set()  # ids of the modules that are run undisturbed at this moment
+_RUNNING_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _alone(module: nn.Module) -> Iterator[None]:
+    """Two at once would undo each other's modes, layers and buffers."""
+    mine = {id(child) for child in module.modules()}
+    with _RUNNING_LOCK:
+        if mine & _RUNNING:
+            raise ModelError(
+                f"{type(module).__name__.lower()} is being run by another extraction in this "
+                "process; wait for it, or give this one a copy: copy.deepcopy(model)"
+            )
+        _RUNNING.update(mine)
+    try:
+        yield
+    finally:
+        with _RUNNING_LOCK:
+            _RUNNING.difference_update(mine)
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Iterator[None]:
+    """Run a model in eval mode, and leave its modes, buffers and the random state as they were.
+
+    What a model does to its own modes or buffers while it runs is put back and said; what it does
+    to its parameters is said.
+
+    Args:
+        module: The model.
+        device: Where it runs; ``torch.manual_seed`` reaches every GPU that is in use.
+
+    Raises:
+        ModelError: It, or a part of it, is being run so in another thread.
+    """
+    title = type(module).__name__.lower()
+    with _alone(module):
+        modes = [(child, child.training) for child in module.modules()]
+        buffers = [
+            (child, name, buffer, buffer.detach().clone())
+            for child in module.modules()
+            for name, buffer in child._buffers.items()
+            if buffer is not None and not nn.parameter.is_lazy(buffer)
+        ]
+        parameters = [
+            (name, parameter, _sums(parameter))
+            for name, parameter in module.named_parameters()
+            if not nn.parameter.is_lazy(parameter)
+        ]
+        started = None
+        drawn = random.getstate(), np.random.get_state()  # noqa: NPY002
+        on_mps = device is not None and device.type == "mps"
+        state = torch.mps.get_rng_state() if on_mps else None
+        try:
+            gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+            with torch.random.fork_rng(devices=gpus):
+                module.eval()
+                started = [child.training for child, _ in modes]
+                if any(started):
+                    log.warning(
+                        "%s or a part of it is in train mode, and its own eval() leaves it there: "
+                        "rows may have dropout and the statistics of batches",
+                        title,
+                    )
+                elif modes[0][1]:
+                    log.warning("%s is in train mode: it runs in eval mode, and is put back", title)
+                yield
+        finally:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])  # noqa: NPY002
+            if state is not None:
+                torch.mps.set_rng_state(state)
+            if started is not None and [child.training for child, _ in modes] != started:
+                log.warning("%s put itself into train mode while it ran; it is put back", title)
+            for child, training in modes:
+                if child.training != training:
+                    child.train(training)  # it may do more, such as take merged weights apart
+            for child, training in modes:
+                child.training = training
+            changed = []
+            for child, name, buffer, value in buffers:
+                if child._buffers.get(name) is not buffer or not same_values(buffer, value):
+                    child._buffers[name] = buffer
+                    with torch.no_grad():
+                        buffer.copy_(value)
+                    changed.append(name)
+            if changed:
+                names = ", ".join(sorted(set(changed)))
+                log.warning(
+                    "%s changed its buffers while it ran: %s; they are put back", title, names
+                )
+            now = dict(module.named_parameters())
+            changed = [
+                name
+                for name, parameter, value in parameters
+                if now.get(name) is not parameter or not same_values(_sums(parameter), value)
+            ]
+            if changed:
+                log.warning(
+                    "%s changed its parameters, by eval(), train() or its passes: %s; they are not "
+                    "put back",
+                    title,
+                    listed(changed),
+                )
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sums(parameter: Tensor) -> Tensor:
+    """Sums over the bits of each row, which show a change; a copy would fill memory."""
+    values = parameter.detach()
+    if values.layout != torch.strided or values.is_quantized or type(values) is not Tensor:
+        return (values[:1] if values.ndim else values).clone()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    bits = values.contiguous().view(_BITS[values.element_size()])
+    return bits.flatten(1).sum(1) if bits.ndim > 1 else bits.clone()

@@ -1,0 +1,913 @@
+"""An extraction into its file: in one go, or part by part, from where it was left."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from embedx import data as sources
+from embedx import store
+from embedx.columns import concatenated
+from embedx.configs import settings_sha256
+from embedx.data import Shards, Source
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    ShapeError,
+    StoreError,
+    number_of,
+)
+from embedx.forward import Plan, Results, forward_of, joined, unset
+from embedx.inputs import (
+    TOKENS_FIELD,
+    Batch,
+    Batches,
+    Piece,
+    only,
+    rows_together,
+    start_worker,
+    started,
+    workers_said,
+)
+from embedx.parts import Engine, Feed, append_parts, part_rows
+from embedx.progress import Progress
+from embedx.store import Embeddings, Field, Status
+
+log = logging.getLogger("embedx")
+
+
+@dataclasses.dataclass
+class _Stop:
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[_Stop]:
+    """SIGINT and SIGTERM ask the loop to stop after the batch at hand; a second one insists."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, _: FrameType | None) -> None:
+        if stop.number:
+            raise KeyboardInterrupt
+        stop.number = number
+        if number == signal.SIGINT:
+            # Written at once: a log line could meet the half of another.
+            os.write(2, b"\nstopping after this batch; Ctrl-C again stops at once\n")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwrite: bool) -> None:
+    """Fill ``path``, from the start or from where it was left."""
+    replaced = _id_of(path)
+    started = time.monotonic()
+    with _stop_on_signal() as stop, forward_of(plan) as forward:
+        filled = _fill(plan, path, attrs, forward=forward, stop=stop, overwrite=overwrite)
+        if isinstance(filled, str):
+            raise DataError(
+                f"every one of the {len(plan.source):,} rows failed; the first, {filled}"
+            )
+        with contextlib.closing(filled.writer):
+            _put_in_place(filled.writer, config=config, replaced=replaced, overwrite=overwrite)
+        if stop.number:  # too late for this file, in time for what would follow
+            raise Interrupted(
+                f"stopped by {stop.name} when {path} was complete", signal_number=stop.number
+            )
+    seconds = time.monotonic() - started
+    _report(plan, filled.writer, path, seconds=seconds, rate=filled.rate)
+
+
+def _id_of(path: Path) -> str | None:
+    """The id of a file that is to be replaced; None of none, or of one that is damaged."""
+    if path.exists():
+        with contextlib.suppress(StoreError):  # nothing can be known to be made of it
+            return str(store.open(path).attrs["id"])
+    return None
+
+
+def _put_in_place(
+    writer: store.Writer, *, config: str, replaced: str | None, overwrite: bool
+) -> None:
+    """Give a file with all its rows its name, and take away what it replaces.
+
+    Raises:
+        DataError: Every row failed; the file is taken away.
+    """
+    path = writer.path
+    if writer.n_failed == writer.n_rows:
+        writer.commit()
+        reasons = [one["reason"] for one in store.read_reasons(path)]
+        writer.discard()
+        _remove_if_empty(path.parent)
+        raise DataError(
+            f"every one of the {writer.n_rows:,} rows failed; the first: {(*reasons, 'unknown')[0]}"
+        )
+    writer.require_own()
+    # Before the file takes its name: whatever stops us here, the next run comes by again.
+    store.replace_file(path.with_name("config.yaml"), config.encode())
+    if replaced is not None:
+        store.remove_derived(path.parent, replaced)
+    if overwrite:
+        store.remove_parts(path)
+    writer.finish()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filled:
+    """A writer that has all rows, and how many a second it got."""
+
+    writer: store.Writer
+    rate: float
+
+
+def _fill(
+    plan: Plan,
+    path: Path,
+    attrs: Mapping[str, Any],
+    *,
+    forward: Callable[[Batch, Piece], Results],
+    stop: _Stop,
+    overwrite: bool = False,
+    fields: Sequence[Field] | None = None,
+    title: str = "",
+) -> _Filled | str:
+    """Write all rows that ``path`` does not have yet, and leave it to be finished.
+
+    Args:
+        plan: What to do.
+        path: The file.
+        attrs: Its root attributes.
+        forward: The forward pass.
+        stop: Whether to stop after the batch at hand.
+        overwrite: Whether the file takes the place of another.
+        fields: Of the file; those of the first good batch where not given.
+        title: Which part of a whole it is, in words.
+
+    Returns:
+        The writer, which has the lock; where no row is good and ``fields`` are not given, the id of
+        the first and why it failed.
+    """
+    first_pass = attrs.get(_BY_FIRST, "" if fields is not None else None)
+    if overwrite:  # from the start: what is there may be of code that has changed unseen
+        store.require_idle(path)
+        writer = None
+    else:
+        if store.partial_path(path).exists():
+            begun = store.Embeddings(store.partial_path(path))
+            first_pass = begun.attrs.get(_BY_FIRST, "")
+        expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
+        writer = store.resume(path, expected=expected)
+    n_rows, before = len(plan.rows), plan.rows.start  # rows of the file, and those before it
+    first_row = writer.rows_done if writer else 0
+    of = f" of {title}" if title else ""
+    in_title = of if n_rows == len(plan.source) else ""  # rows are called by their number of all
+    if first_row:
+        log.info("going on at row %s of %s%s", f"{first_row:,}", f"{n_rows:,}", of)
+    if writer is None and fields is not None:
+        writer = _create(plan, path, fields, attrs, replace=overwrite)
+    loader = torch.utils.data.DataLoader(
+        Batches(
+            plan.source,
+            plan.model,
+            batch_size=plan.batch_size,
+            num_workers=plan.num_workers,
+            thumbnails=plan.thumbnails,
+            only_pictures=plan.only_pictures,
+            first_row=before + first_row,
+            end_row=plan.rows.stop,
+        ),
+        batch_size=1,
+        collate_fn=only,
+        num_workers=plan.num_workers,
+        worker_init_fn=start_worker,
+        pin_memory=plan.device.type == "cuda",
+    )
+    waiting: list[Batch] = []  # bad batches before the first good one: the shapes are not known
+    with workers_said(plan.num_workers), contextlib.ExitStack() as stack:
+        failing = stack.enter_context(contextlib.ExitStack())
+        failing.callback(lambda: writer.close() if writer else None)
+        if plan.source.reads_files:  # before the threads that read: it is one for all
+            stack.enter_context(sources.whole_pictures())
+        prepared = plan.model.preprocess
+        if plan.source.draws or (prepared is not None and prepared.is_own):
+            stack.enter_context(sources.random_put_back())
+        progress = stack.enter_context(
+            Progress(n_rows, what=title or "extract", done=first_row, unit=_unit(plan))
+        )
+        for batch in started(loader):
+            if batch.fatal is not None:
+                raise batch.fatal
+            if batch.reasons and plan.on_error == "raise":
+                row = batch.start + min(batch.reasons)
+                if writer:
+                    writer.commit()
+                raise DataError(
+                    f"row {row}{in_title}, {plan.source.ids[row]}: "
+                    f"{batch.reasons[min(batch.reasons)]}; mend or remove it, or go on without "
+                    "such rows: on_error=skip"
+                )
+            done: list[tuple[Piece, Results]] = []
+            for piece in batch.pieces:
+                if stop.number and done:  # a window of texts may take minutes
+                    break
+                done.append((piece, forward(batch, piece)))
+                progress.advance(piece.size)
+            is_whole = len(done) == len(batch.pieces)
+            results = joined(batch, done) if done and is_whole else None
+            if results is not None:
+                if first_pass is None:
+                    first_pass = results.first_pass
+                    attrs = {**attrs, _BY_FIRST: first_pass} if first_pass else attrs
+                _require_same_first_pass(path, first_pass, results.first_pass)
+            if not is_whole:
+                pass
+            elif writer is None and results is None:
+                waiting.append(batch)
+            else:
+                if writer is None:
+                    assert results is not None
+                    fields = _fields(batch, results)
+                    writer = _create(plan, path, fields, attrs, replace=overwrite)
+                    for earlier in waiting:
+                        _append(writer, earlier, None, plan)
+                _append(writer, batch, results, plan)
+            progress.advance(batch.size - sum(piece.size for piece, _ in done))
+            if stop.number and not (is_whole and batch.start + batch.size == plan.rows.stop):
+                if writer is not None:
+                    writer.commit()
+                kept = writer.rows_done if writer is not None else 0
+                anew = ", but without overwrite=true," if overwrite else ""
+                raise Interrupted(
+                    f"stopped by {stop.name}: {kept:,} of {n_rows:,} rows{of} "
+                    f"are kept; run the same command again{anew} to go on",
+                    signal_number=stop.number,
+                )
+        if writer is None:
+            place, reason = min(waiting[0].reasons.items())
+            return f"{plan.source.ids[waiting[0].start + place]}: {reason}"
+        failing.pop_all()
+        return _Filled(writer, progress.rate)
+
+
+_BY_FIRST = "made_by_first_pass"
+
+
+def _require_same_first_pass(path: Path, there: str, here: str) -> None:
+    """Refuse to put rows beside those of a network that was another one.
+
+    Raises:
+        StoreError: The first pass of this run has made something else of the network, or of its
+            pooling, than that of the run which began the file.
+    """
+    if there != here:
+        raise StoreError(
+            f"{path} was begun by a model that made itself something else in its first pass (a "
+            "layer, a centre), so its further rows would be those of another model; start anew "
+            "with overwrite=true, or run the model once on one fixed example before"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowCuts:
+    """A run cut into ranges of the rows of its source, each with a file of its own."""
+
+    plan: Plan
+    n: int
+    whole_id: str
+    limit: None = None
+    unit: str = "part"
+
+    def title(self, number: int) -> str:
+        """What a file is called in messages."""
+        return f"part {number:,} of {self.n:,}"
+
+    def rows(self, number: int) -> range:
+        block = rows_together(self.plan.model, batch_size=self.plan.batch_size)
+        return part_rows(number, n_parts=self.n, n_rows=len(self.plan.source), block=block)
+
+    def open(
+        self, number: int, *, scratch: Path, most: int | None
+    ) -> contextlib.AbstractContextManager[Plan]:
+        """What to do for a file."""
+        return contextlib.nullcontext(dataclasses.replace(self.plan, rows=self.rows(number)))
+
+    def file_id(self, number: int, plan: Plan | None) -> str:
+        """The id of a file; of a shard None as long as it was not read."""
+        rows = self.rows(number)
+        return settings_sha256({"of": self.whole_id, "rows": [rows.start, rows.stop]})
+
+    def create(
+        self, path: Path, parts: Callable[[], Iterator[Embeddings]], attrs: Mapping[str, Any]
+    ) -> store.Writer:
+        """The file that the parts are joined into, at row 0."""
+        return _create(self.plan, path, next(parts()).fields, attrs, replace=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardCuts:
+    """A run cut into shards, whose samples are known when they are read."""
+
+    plan: Plan
+    shards: Shards
+    unit: str = "shard"
+
+    @property
+    def n(self) -> int:
+        return len(self.shards.names)
+
+    @property
+    def limit(self) -> int | None:
+        return self.shards.limit
+
+    def title(self, number: int) -> str:
+        return f"shard {number + 1:,} of {self.n:,}"
+
+    @contextlib.contextmanager
+    def open(self, number: int, *, scratch: Path, most: int | None) -> Iterator[Plan]:
+        with self.shards.read(number, scratch=scratch, most=most) as source:
+            yield dataclasses.replace(self.plan, source=source, rows=range(len(source)))
+
+    def file_id(self, number: int, plan: Plan | None) -> str | None:
+        return None if plan is None else settings_sha256({**plan.identity(), "part": number})
+
+    def create(
+        self, path: Path, parts: Callable[[], Iterator[Embeddings]], attrs: Mapping[str, Any]
+    ) -> store.Writer:
+        ids: list[str] = []
+        texts: list[str] = []
+        columns: list[tuple[int, dict[str, Any]]] = []
+        for part in parts():
+            ids += part.ids
+            texts += part.label_texts() or [""] * part.n_rows
+            columns.append((part.n_rows, part.metadata))
+        label_names = sorted(set(texts) - {""}, key=sources.numbers_first)
+        index = {"": -1, **{name: i for i, name in enumerate(label_names)}}
+        return store.create(
+            path,
+            ids=ids,
+            fields=next(parts()).fields,
+            attrs=attrs,
+            labels=np.array([index[text] for text in texts], np.int32) if label_names else None,
+            label_names=label_names,
+            metadata={
+                name: concatenated([(n_rows, column.get(name)) for n_rows, column in columns])
+                for name in dict.fromkeys(name for _, column in columns for name in column)
+            },
+            replace=True,
+        )
+
+
+Cuts = _RowCuts | _ShardCuts
+
+
+def ahead(shards: Shards) -> Source:
+    """What is known of the samples of shards before the first one is read."""
+    return Source(shards.name, [], shards.read, shards.fingerprint, root=shards.root)
+
+
+def cuts_of(
+    plan: Plan,
+    source: Source | Shards,
+    path: Path,
+    *,
+    file_id: str,
+    n_parts: int | None,
+    engine: Engine | Feed | None,
+) -> Cuts | None:
+    """How a run is cut; None where it is made in one go.
+
+    Raises:
+        ConfigError: There are more parts than can have a row, or a limit that hangs on other parts.
+    """
+    if isinstance(source, Shards):
+        asked = n_parts is not None or engine is not None
+        if asked and source.limit is not None:
+            raise ConfigError(
+                f"data.limit={source.limit} counts through the shards in order, and parts are made "
+                "in any; leave data.limit out, or n_parts and engine"
+            )
+        if n_parts is not None and n_parts > len(source.names):
+            raise ConfigError(
+                f"n_parts must be at most {len(source.names)}, the number of shards, not {n_parts}"
+            )
+        return _ShardCuts(plan, source)
+    if n_parts is None and engine is None:
+        return None
+    block = rows_together(plan.model, batch_size=plan.batch_size)
+    most = max(1, -(-len(source) // block))
+    if n_parts is None:
+        assert isinstance(engine, Engine)
+        begun = store.parts_number(path) if store.parts_id(path) == file_id else None
+        wanted = max(_PARTS_A_WORKER * engine.n_workers, -(-len(source) // _PART_ROWS))
+        n_parts = min(begun or wanted, most)
+    if n_parts > most:
+        raise ConfigError(
+            f"n_parts must be at most {most:,} for {len(source):,} rows, which are made {block:,} "
+            f"at once, not {n_parts:,}"
+        )
+    return _RowCuts(plan, n_parts, file_id)
+
+
+PARTS_MOST = 10**6
+_PARTS_A_WORKER = 4  # so that the last one keeps few waiting
+_PART_ROWS = 65_536
+
+
+class _Made:
+    """Which parts of a run are made, and what all of them have in common.
+
+    Args:
+        cuts: How it is cut.
+        path: The file that they will be joined into.
+        attrs: Its root attributes.
+
+    Attributes:
+        sizes: How many rows a part has, by its number, as soon as that is known.
+        late: Parts of which no row is good before it is known what is stored of a row: the first
+            such row, and why.
+        n_new: Rows made by this process.
+    """
+
+    def __init__(self, cuts: Cuts, path: Path, attrs: Mapping[str, Any]) -> None:
+        self.sizes: dict[int, int] = {}
+        self.late: dict[int, str] = {}
+        self.n_new = 0
+        self._cuts = cuts
+        self._path = path
+        self._attrs = attrs
+        self._first = cuts.n  # the lowest number of a part that is made, and what it says
+        self._fields: list[Field] | None = None
+        self._common: dict[str, Any] = {}
+        self._is_said = False
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The root attributes of the whole: what the parts were made by is known of them."""
+        return {**self._attrs, **self._common}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether it is known what is stored of a row."""
+        return self._fields is not None
+
+    def add(self, number: int) -> bool:
+        """Look at the file of a part; whether it is there.
+
+        Raises:
+            StoreError: It is damaged, of another run, or was made otherwise than the others.
+        """
+        path = store.part_path(self._path, number)
+        if not path.exists():
+            return False
+        title = self._cuts.title(number)
+        anew = f"remove {path.parent} and run again, which makes it anew"
+        try:
+            found = store.PartReader(path).read()
+        except StoreError as error:
+            raise StoreError(f"{title} cannot be joined: {error}; {anew}") from error
+        attrs = found.attrs
+        if self._cuts.file_id(number, None) not in (None, attrs["id"]):
+            raise StoreError(f"{path} is not {title} of this run, it has other rows; {anew}")
+        if not found.is_complete:
+            raise StoreError(f"{title} cannot be joined: {path} is not complete; {anew}")
+        common = {key: attrs[key] for key in (*_MADE_BY, _BY_FIRST) if key in attrs}
+        if self._fields is not None:
+            self._require_alike(number, common, found.fields)
+        if number < self._first:
+            self._first, self._common, self._fields = number, common, found.fields
+        self.sizes[number] = found.rows_done
+        return True
+
+    def _require_alike(self, number: int, made_by: dict[str, Any], fields: list[Field]) -> None:
+        """Refuse parts that are not of one model on one kind of device; say what may be."""
+        one, other = self._cuts.title(self._first), self._cuts.title(number)
+        where = store.parts_folder(self._path)
+        for key in ("device", "batch_size"):
+            if made_by[key] != self._common[key]:
+                raise StoreError(
+                    f"{where}: {one} was made with {key}={self._common[key]} and {other} with "
+                    f"{key}={made_by[key]}; remove the one and make it again by the same"
+                )
+        if made_by.get(_BY_FIRST) != self._common.get(_BY_FIRST):
+            raise StoreError(
+                f"{where}: {one} and {other} are of a model that made itself something else in the "
+                "first pass of each (a layer, a centre), so their rows are those of two models; "
+                "run it without n_parts, or run the model once on one fixed example before"
+            )
+        assert self._fields is not None
+        for was, now in zip(self._fields, fields, strict=False):
+            if (was.name, was.shape, was.dtype) != (now.name, now.shape, now.dtype):
+                raise ShapeError(
+                    f"{now.name} has shape {now.shape} in {other} and {was.name} {was.shape} in "
+                    f"{one}; choose a pooling that gives one length, such as pooling=gap"
+                )
+        was, now = (json.loads(one["environment"]) for one in (self._common, made_by))
+        if was != now and not self._is_said:
+            self._is_said = True
+            keys = [key for key in was if was[key] != now.get(key)]
+            log.warning(
+                "%s and %s were made with another %s (%s and %s): the rows agree within rounding, "
+                "and the file says the one of the first part",
+                one,
+                other,
+                ", ".join(keys),
+                ", ".join(str(was[key]) for key in keys),
+                ", ".join(str(now.get(key)) for key in keys),
+            )
+
+    def make(
+        self,
+        number: int,
+        *,
+        forward: Any,
+        most: int | None = None,
+        alone: bool = False,
+    ) -> None:
+        """Make a part, from the start or from where it was left.
+
+        Args:
+            number: Of the part.
+            forward: The forward pass.
+            most: How many rows are wanted of it at most.
+            alone: Whether nothing is known of other parts: it says by itself what is stored.
+
+        Raises:
+            Interrupted: A signal came when the part was complete.
+        """
+        part, title = store.part_path(self._path, number), self._cuts.title(number)
+        scratch = store.parts_folder(self._path) / f"shard-{number}.tmp"
+        with (
+            self._cuts.open(number, scratch=scratch, most=most) as plan,
+            _stop_on_signal() as stop,
+        ):
+            notes_of = (
+                plan.source if self._cuts.unit == "shard" and number not in self.late else None
+            )
+            for warning in notes_of.warnings if notes_of else ():
+                log.warning(warning)
+            for note in notes_of.notes if notes_of else ():
+                log.info(note)
+            self.sizes[number] = n_rows = len(plan.rows)
+            if not n_rows:
+                return
+            fields = None if alone else self._fields
+            common = {} if fields is None else self._common
+            if number not in self.late:  # it says by itself what it is made by
+                common = {key: value for key, value in common.items() if key == _BY_FIRST}
+            filled = _fill(
+                plan,
+                part,
+                {**self._attrs, **common, "id": self._cuts.file_id(number, plan)},
+                forward=forward,
+                stop=stop,
+                fields=fields,
+                title=title,
+            )
+            if isinstance(filled, str):
+                self.late[number] = filled
+                return
+            with contextlib.closing(filled.writer):
+                filled.writer.finish()
+            self.n_new += n_rows
+            if stop.number:
+                raise Interrupted(
+                    f"stopped by {stop.name} after {title}; run the same command again to go on",
+                    signal_number=stop.number,
+                )
+        self.late.pop(number, None)
+        self.add(number)
+
+
+_MADE_BY = ("batch_size", "device", "environment")
+
+
+def run_parts(
+    plan: Plan,
+    cuts: Cuts,
+    path: Path,
+    attrs: Mapping[str, Any],
+    *,
+    config: str,
+    overwrite: bool,
+    engine: Engine | None,
+) -> None:
+    """Fill ``path`` from parts, of which those are made that are missing."""
+    started = time.monotonic()
+    made = _Made(cuts, path, attrs)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_if_empty, path.parent)
+        stack.enter_context(store.writing_lock(path))
+        if overwrite:
+            store.remove_parts(path)
+        store.begin_parts(path, of=str(attrs["id"]), n=cuts.n)
+        stack.callback(store.end_parts, path)
+        missing = [number for number in range(cuts.n) if not made.add(number)]
+        if made.sizes:
+            of = f"{len(made.sizes):,} of {number_of(cuts.n, cuts.unit, cuts.unit + 's')}"
+            then = "going on with the rest" if missing else "joining them"
+            log.info("%s made before: %s", of, then)
+        n_before = sum(made.sizes.values())
+        if engine is not None and missing:
+            _run_elsewhere(plan, made, cuts, path, missing, engine=engine)
+        is_complete = len(made.sizes) == cuts.n
+        with forward_of(plan) if not is_complete else contextlib.nullcontext() as forward:
+            left = cuts.limit
+            for number in range(cuts.n):
+                if left == 0:
+                    break
+                if number not in made.sizes:
+                    made.make(number, forward=forward, most=left)
+                left = None if left is None else left - made.sizes[number]
+            n_rows = sum(made.sizes.values())
+            if not made.has_any:
+                first = next(iter(made.late.values()), "there is none")
+                raise DataError(
+                    f"every one of the {n_rows:,} rows of {plan.source.name} failed; the first, "
+                    f"{first}"
+                )
+            for number in list(made.late):
+                made.make(number, forward=forward, most=made.sizes[number])
+    writer = _join(made, cuts, path, config=config)
+    seconds = time.monotonic() - started
+    _report(plan, writer, path, seconds=seconds, rate=(n_rows - n_before) / max(seconds, 1e-9))
+
+
+def _run_elsewhere(
+    plan: Plan, made: _Made, cuts: Cuts, path: Path, missing: Sequence[int], *, engine: Engine
+) -> None:
+    """Have parts made by an engine.
+
+    Raises:
+        DataError: Some could not be made; the others are.
+        Interrupted: A signal came.
+    """
+    is_known = isinstance(cuts, _RowCuts)  # how many rows there are
+    readers: dict[int, store.PartReader] = {}
+    counted: dict[int, int] = {}
+    looked = time.monotonic()
+    with (
+        _stop_on_signal() as stop,
+        Progress(
+            len(plan.source) if is_known else cuts.n,
+            what="extract",
+            done=sum(made.sizes.values()) if is_known else len(made.sizes),
+            unit=_unit(plan) if is_known else "shards",
+        ) as progress,
+    ):
+
+        def tick(running: Collection[int]) -> None:
+            nonlocal looked
+            if stop.number:
+                raise Interrupted(
+                    f"stopped by {stop.name}: {len(made.sizes):,} of "
+                    f"{number_of(cuts.n, cuts.unit, cuts.unit + 's')} and what others have so far "
+                    "are kept; run the same command again to go on",
+                    signal_number=stop.number,
+                )
+            if not is_known or time.monotonic() - looked < _LOOK_S:
+                return
+            looked = time.monotonic()
+            for number in running:
+                reader = readers.setdefault(number, store.PartReader(store.part_path(path, number)))
+                with contextlib.suppress(StoreError):  # it is being renamed; or told when it ends
+                    more = reader.read().rows_done - counted.get(number, 0)
+                    if more > 0:
+                        counted[number] = counted.get(number, 0) + more
+                        progress.advance(more)
+
+        def ended(number: int) -> None:
+            readers.pop(number, None)
+            before = counted.pop(number, 0)
+            if made.add(number):  # else it has no row, or no good one
+                progress.advance(made.sizes[number] - before if is_known else 1)
+
+        failed = engine.run(
+            missing,
+            about={
+                "n_parts": cuts.n,
+                "file_id": str(made.attrs["id"]),
+                "identity": json.loads(made.attrs["identity"]),
+            },
+            ended=ended,
+            tick=tick,
+        )
+    if failed:
+        number, *others = sorted(failed)
+        error = DataError(
+            f"{cuts.title(number)} failed: {failed[number]}; {len(made.sizes):,} of {cuts.n:,} are "
+            f"made and kept, run the same command again to try {len(failed):,} again"
+        )
+        if others:
+            error.add_note("\n".join(f"{cuts.title(one)}: {failed[one]}" for one in others))
+        raise error
+
+
+_LOOK_S = 0.5
+
+
+def run_part(
+    plan: Plan,
+    cuts: Cuts,
+    path: Path,
+    attrs: Mapping[str, Any],
+    *,
+    numbers: Iterable[int],
+    n_parts: int,
+) -> Path:
+    """Make parts, one after the other; the last file that was made.
+
+    Raises:
+        DataError: None of them has a good row.
+    """
+    started = time.monotonic()
+    store.begin_parts(path, of=str(attrs["id"]), n=cuts.n)
+    made = _Made(cuts, path, attrs)
+    last: Path | None = None
+    with contextlib.ExitStack() as stack:
+        forward = None
+        for part in numbers:
+            for number in part_rows(part, n_parts=n_parts, n_rows=cuts.n, block=1):
+                if not made.add(number):
+                    forward = forward or stack.enter_context(forward_of(plan))
+                    made.make(number, forward=forward, alone=True)
+                if number not in made.late and made.sizes[number]:
+                    last = store.part_path(path, number)
+    if last is None:
+        first = next(iter(made.late.values()), "there is none")
+        raise DataError(
+            f"every one of the {sum(made.sizes.values()):,} rows of part {part} failed; the first, "
+            f"{first}; where other parts have good rows, they are listed when all are joined"
+        )
+    if not made.n_new:
+        log.info("%s is complete already: nothing to do", last)
+    else:
+        log.info(
+            "wrote %s: part %s of %s, %s rows, %s failed, %.1f s",
+            last,
+            f"{part:,}",
+            f"{n_parts:,}",
+            f"{sum(made.sizes.values()):,}",
+            f"{int((store.open(last).status == Status.FAILED).sum()):,}",
+            time.monotonic() - started,
+        )
+    return last
+
+
+def _join(made: _Made, cuts: Cuts, path: Path, *, config: str) -> store.Writer:
+    """Make ``path`` of its parts, and take them away."""
+
+    def parts() -> Iterator[Embeddings]:  # one at a time: of many the files could not be open
+        for number in sorted(made.sizes):
+            if made.sizes[number]:
+                yield store.open(store.part_path(path, number))
+
+    replaced = _id_of(path)
+    writer = cuts.create(path, parts, made.attrs)
+    with contextlib.closing(writer):
+        append_parts(writer, parts())
+        _put_in_place(writer, config=config, replaced=replaced, overwrite=False)
+    store.remove_parts(path)
+    return writer
+
+
+def _say_cut(path: Path, *, most: int) -> None:
+    n_tokens = store.open(path).outputs[TOKENS_FIELD.partition("/")[2]]
+    n_cut = int((n_tokens > most).sum())
+    if n_cut:
+        log.warning(
+            "%s of %s texts are longer than %s tokens, up to %s: what comes after is not in their "
+            "rows; the column n_tokens has their lengths, and model.max_length may allow more",
+            f"{n_cut:,}",
+            f"{len(n_tokens):,}",
+            most,
+            f"{n_tokens.max():,}",
+        )
+
+
+def _unit(plan: Plan) -> str:
+    return "images" if plan.model.tokenizer is None else "texts"
+
+
+def _report(plan: Plan, writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:
+    shapes = ", ".join(
+        f"{field.name.removeprefix('embeddings/')} ({field.shape[0]} {field.dtype})"
+        for field in writer.fields
+        if field.name.startswith("embeddings/")
+    )
+    log.info(
+        "wrote %s: %s rows, %s failed, %s, %.1f s, %.1f %s/s",
+        path,
+        f"{writer.n_rows:,}",
+        f"{writer.n_failed:,}",
+        shapes,
+        seconds,
+        rate,
+        _unit(plan),
+    )
+    say_failed(path, writer.n_failed)
+    if plan.model.tokenizer is not None:
+        _say_cut(path, most=plan.model.tokenizer.max_length)
+
+
+def say_failed(path: Path, n_failed: int) -> None:
+    if n_failed:
+        for reason in store.read_reasons(path)[:3]:
+            log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
+        log.warning(
+            "all %s failed rows: %s; overwrite=true tries them again",
+            f"{n_failed:,}",
+            store.errors_path(path),
+        )
+
+
+def _fields(batch: Batch, results: Results) -> list[Field]:
+    """The datasets for results of the shapes and types that the first forward pass gave."""
+    return [
+        Field(name, array.shape[1:], array.dtype, results.attrs.get(name, {}))
+        for name, array in {**results.arrays, **batch.kept}.items()
+    ]
+
+
+def _create(
+    plan: Plan,
+    path: Path,
+    fields: Sequence[Field],
+    attrs: Mapping[str, Any],
+    *,
+    replace: bool,
+) -> store.Writer:
+    source, rows = plan.source, slice(plan.rows.start, plan.rows.stop)
+    if len(plan.rows) == len(source):
+        rows = slice(None)
+    return store.create(
+        path,
+        ids=source.ids if rows == slice(None) else source.ids[rows],
+        fields=fields,
+        attrs=attrs,
+        item_hashes=None if source.item_hashes is None else source.item_hashes[rows],
+        labels=None if source.labels is None else source.labels[rows],
+        label_names=source.label_names,
+        metadata={name: column[rows] for name, column in source.metadata.items()},
+        replace=replace,
+    )
+
+
+def _append(writer: store.Writer, batch: Batch, results: Results | None, plan: Plan) -> None:
+    """Write a batch; of rows that failed, what was read (picture and label) is kept."""
+    reasons = dict(batch.reasons)
+    if results is not None:
+        reasons.update(results.not_finite)
+    bad = sorted(reasons)
+    rows = {}
+    arrays = {**(results.arrays if results is not None else {}), **batch.kept}
+    for field in writer.fields:
+        array = arrays.get(field.name)
+        if array is not None and array.shape[1:] != field.shape:
+            raise ShapeError(
+                f"{field.name} has shape {array.shape[1:]} from row {batch.start} on and "
+                f"{field.shape} before; choose a pooling that gives one length, such as pooling=gap"
+            )
+        if array is None:
+            array = np.empty((batch.size, *field.shape), field.dtype)
+            array[...] = unset(field.dtype)
+        elif bad and field.name not in ("thumbnails", "labels"):
+            array = array.copy()
+            array[bad] = unset(field.dtype)
+        rows[field.name] = array
+    status = np.full(batch.size, Status.OK, np.uint8)
+    status[bad] = Status.FAILED
+    listed = {
+        batch.start - plan.rows.start + i: (plan.source.ids[batch.start + i], reasons[i])
+        for i in bad
+    }
+    writer.append(rows, status=status, reasons=listed)
