@@ -516,7 +516,7 @@ def test_flat_folder_has_no_labels_and_labels_can_be_left_out(tmp_path: Path) ->
         (r"^(\w+)-", ["img", "img", None, "img"], "4 pictures, 1 class, 1 unlabelled"),
         (r"(\d)-(?P<label>\d+)", ["1", "10", "2", None], "4 pictures, 3 classes, 1 unlabelled"),
         ("^(img)?.*$", ["img", "img", None, "img"], "4 pictures, 1 class, 1 unlabelled"),
-        ("(?i)/(DOG)|(?P<label>cat)", ["cat", None, None, None], "1 classes, 3 unlabelled"),
+        ("(?i)/(DOG)|(?P<label>cat)", ["cat", None, None, None], "1 class, 3 unlabelled"),
         (r"\.(...)$", ["png"] * 4, "4 pictures, 1 class"),
     ],
 )
