@@ -35,9 +35,9 @@ from torchvision import datasets as of_torchvision
 
 import embedx
 from embedx.array_data import array
-from embedx.data import Source
 from embedx.data import folder as files
 from embedx.hub_data import huggingface
+from embedx.sources import Source
 from embedx.table_data import table
 from embedx.tar_data import webdataset
 from embedx.torchvision_data import torchvision

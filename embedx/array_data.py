@@ -13,8 +13,9 @@ import numpy as np
 from PIL import Image
 
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
-from embedx.data import (
-    PIXELS_MOST,
+from embedx.errors import ConfigError, DataError, listed, nearest
+from embedx.pictures import PIXELS_MOST, picture
+from embedx.sources import (
     Array,
     RowNumbers,
     Source,
@@ -22,11 +23,9 @@ from embedx.data import (
     file_hashes,
     limited,
     name_of,
-    picture,
     require_unchanged,
     stamp_of,
 )
-from embedx.errors import ConfigError, DataError, listed, nearest
 
 Layout = Literal["nhw", "nhwc", "nchw", "tensor"]
 CHANNELS = (1, 3, 4)

@@ -1053,9 +1053,10 @@ def _embedded(path: Path, opened: "Embeddings", *, layer: str | None, folder: Pa
         DataError: The picture cannot be read.
         StoreError: The file has no such layer.
     """
-    from embedx.data import Source, decode_image
     from embedx.extract import extract
+    from embedx.pictures import decode_image
     from embedx.pooling import POOLINGS
+    from embedx.sources import Source
 
     point, _ = opened.rows(layer)
     settings = _recorded(opened.path, opened.attrs)

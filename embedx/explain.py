@@ -16,11 +16,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from embedx import data as sources
-from embedx import figures, fold, grids, hooks, overlays, saliency, store
+from embedx import figures, fold, grids, hooks, overlays, saliency, sources, store
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
-from embedx.data import Source
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -47,8 +45,10 @@ from embedx.inputs import (
 from embedx.models import Model, Preprocess
 from embedx.objectives import class_of_label, numbered, read_classes
 from embedx.passes import run_model, undisturbed
+from embedx.pictures import whole_pictures
 from embedx.points import Point, parse_point, resolve_points
 from embedx.progress import Progress
+from embedx.sources import Source
 from embedx.store import Array, Status
 
 log = logging.getLogger("embedx")
@@ -531,7 +531,7 @@ def _read(plan: _Plan) -> _Samples:
     samples = _Samples([], {}, {}, labels, lambda tensor: tensor)
     with contextlib.ExitStack() as stack:
         if source.reads_files:
-            stack.enter_context(sources.whole_pictures())
+            stack.enter_context(whole_pictures())
         if draws:
             stack.enter_context(sources.random_put_back())
         for batch in (batches[number] for number in range(len(batches))):

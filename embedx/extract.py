@@ -19,7 +19,6 @@ from embedx import store
 from embedx.ablations import as_ablations
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
-from embedx.data import Shards, Source
 from embedx.errors import (
     ConfigError,
     StoreError,
@@ -41,6 +40,7 @@ from embedx.parts import Engine, Feed
 from embedx.points import Point, resolve_points
 from embedx.pooling import Function
 from embedx.runs import PARTS_MOST, ahead, cuts_of, run, run_part, run_parts, say_failed
+from embedx.sources import Shards, Source
 from embedx.store import Embeddings, Status
 from embedx.threads import n_threads
 
@@ -84,9 +84,9 @@ def extract(
     Args:
         model: A network, or a :class:`~embedx.models.Model` from :mod:`embedx.models`.
         data: A folder of pictures, an array or tensor ``(n, ...)``, a list of texts, a map-style
-            ``Dataset``, a ``DataLoader`` of one, a :class:`~embedx.data.Source`, or
-            :class:`~embedx.data.Shards`. Of a loader, rows are in the order of its Dataset, and its
-            ``collate_fn`` makes the inputs.
+            ``Dataset``, a ``DataLoader`` of one, a :class:`~embedx.sources.Source`, or
+            :class:`~embedx.sources.Shards`. Of a loader, rows are in the order of its Dataset, and
+            its ``collate_fn`` makes the inputs.
         layers: Capture points, ``NAME[@CALL][:WHAT[.PATH]]``, globs, or ``penultimate``.
         pooling: ``auto``, ``none``, ``flatten``, ``gap``, ``gap_last``, ``max``, ``gem``, ``cls``,
             ``mean_token``, ``max_token``, or a function ``(activation) -> (n, d)``; one for all

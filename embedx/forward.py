@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from embedx import fold, hooks, models
 from embedx import pooling as pools
 from embedx.ablations import Ablation, Seen
-from embedx.data import Source
 from embedx.errors import (
     LayerError,
     ModelError,
@@ -41,6 +40,7 @@ from embedx.objectives import Backward, Objective, scores_of
 from embedx.passes import FAST_PATHS_OFF, differentiable, run_model, undisturbed
 from embedx.points import Point
 from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
+from embedx.sources import Source
 from embedx.store import Array
 
 log = logging.getLogger("embedx")

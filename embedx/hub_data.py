@@ -26,14 +26,16 @@ from embedx.columns import (
     require_ids,
     require_labels,
 )
-from embedx.data import (
+from embedx.errors import ConfigError, DataError, first_line, listed, missing_extra, short
+from embedx.matrix import Array
+from embedx.pictures import decode_bytes
+from embedx.sources import (
     FileReader,
     RowNumbers,
     Source,
     classes_said,
     counted,
     counted_through,
-    decode_bytes,
     file_hashes,
     limited,
     located,
@@ -43,8 +45,6 @@ from embedx.data import (
     scan,
     stamp_of,
 )
-from embedx.errors import ConfigError, DataError, first_line, listed, missing_extra, short
-from embedx.matrix import Array
 from embedx.table_files import no_column, only_label
 
 _JSON_BYTES_MOST = 2**24

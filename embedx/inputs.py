@@ -23,12 +23,13 @@ import torch.utils.data
 from PIL import Image
 from torch import Tensor, nn
 
-from embedx import data as sources
-from embedx import models, text_data
+from embedx import models, sources, text_data
 from embedx.checks import require_unmasked
-from embedx.data import Shards, Source
+from embedx.data import Looked, collated, copied, folder, in_memory
 from embedx.errors import ConfigError, DataError, EmbedxError, ShapeError, first_line
 from embedx.models import Model, Preprocess
+from embedx.pictures import picture, thumbnail
+from embedx.sources import Shards, Source
 from embedx.store import Array
 from embedx.threads import n_threads
 
@@ -95,10 +96,10 @@ def as_source(
     if isinstance(data, (Source, Shards)):
         source = data
     elif isinstance(data, (str, os.PathLike)):
-        source = sources.folder(os.fspath(data))
+        source = folder(os.fspath(data))
     elif isinstance(data, torch.utils.data.DataLoader):
         own_collate = data.collate_fn is not torch.utils.data.default_collate
-        source = sources.in_memory(
+        source = in_memory(
             data.dataset,
             labels=labels,
             ids=ids,
@@ -110,7 +111,7 @@ def as_source(
         return text_data.in_memory(data, labels=labels, ids=ids)
     else:
         _refuse_iterable(data)
-        return sources.in_memory(data, labels=labels, ids=ids, look=look)
+        return in_memory(data, labels=labels, ids=ids, look=look)
     if labels is not None or ids is not None:
         raise ConfigError(
             f"{source.name} has ids and labels of its own; leave labels= and ids= out"
@@ -119,20 +120,20 @@ def as_source(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Once(torch.utils.data.Dataset[sources.Looked | EmbedxError]):
-    look: Callable[[], sources.Looked]
+class _Once(torch.utils.data.Dataset[Looked | EmbedxError]):
+    look: Callable[[], Looked]
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, _: int) -> sources.Looked | EmbedxError:
+    def __getitem__(self, _: int) -> Looked | EmbedxError:
         try:
             return self.look()
         except EmbedxError as error:  # raised, it would carry a worker's traceback
             return error
 
 
-def _in_a_worker(look: Callable[[], sources.Looked]) -> sources.Looked:
+def _in_a_worker(look: Callable[[], Looked]) -> Looked:
     loader = torch.utils.data.DataLoader(
         _Once(look), batch_size=None, num_workers=1, worker_init_fn=start_worker
     )
@@ -416,7 +417,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
         else:
             # A collate_fn takes whole batches: a copy of a good item holds the place of a bad one.
             filler = next(iter(good.values()))
-            items = [good[i] if i in good else sources.copied(filler) for i in range(size)]
+            items = [good[i] if i in good else copied(filler) for i in range(size)]
             if self._source.draws:
                 sources.seed_random(start)
             inputs = self._collate(items, start)
@@ -463,10 +464,10 @@ class Batches(torch.utils.data.Dataset[Batch]):
                 item, found = item
                 label = sources.whole_label(found, n_names=len(self._source.label_names))
             if collate is None and isinstance(item, Image.Image) and item.mode != "RGB":
-                item = sources.picture(item)
-            picture = item if collate is None else sources.picture(item)
-            if self._side_px and isinstance(picture, Image.Image):
-                miniature = sources.thumbnail(picture, self._side_px)
+                item = picture(item)
+            shown = item if collate is None else picture(item)
+            if self._side_px and isinstance(shown, Image.Image):
+                miniature = thumbnail(shown, self._side_px)
             if self._tokenizer is not None:
                 return _Item(self._text(item), False, label, None)
             prepared = self._prepare(item) if collate is None else item
@@ -526,7 +527,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
         assert self._source.collate is not None
         inputs: Inputs
         try:
-            made = sources.collated(self._source.collate(items))
+            made = collated(self._source.collate(items))
             inputs = _own_tensors(made) if isinstance(made, Mapping) else _own_tensor(made)
         except EmbedxError:
             raise

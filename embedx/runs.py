@@ -17,11 +17,9 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from embedx import data as sources
-from embedx import store
+from embedx import sources, store
 from embedx.columns import concatenated
 from embedx.configs import settings_sha256
-from embedx.data import Shards, Source
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -43,7 +41,9 @@ from embedx.inputs import (
     workers_said,
 )
 from embedx.parts import Engine, Feed, append_parts, part_rows
+from embedx.pictures import whole_pictures
 from embedx.progress import Progress
+from embedx.sources import Shards, Source
 from embedx.store import Embeddings, Field, Status
 
 log = logging.getLogger("embedx")
@@ -217,7 +217,7 @@ def _fill(
         failing = stack.enter_context(contextlib.ExitStack())
         failing.callback(lambda: writer.close() if writer else None)
         if plan.source.reads_files:  # before the threads that read: it is one for all
-            stack.enter_context(sources.whole_pictures())
+            stack.enter_context(whole_pictures())
         prepared = plan.model.preprocess
         if plan.source.draws or (prepared is not None and prepared.is_own):
             stack.enter_context(sources.random_put_back())

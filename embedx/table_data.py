@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embedx.columns import plain_name, storable, unique_names
-from embedx.data import (
+from embedx.errors import ConfigError, DataError, listed, short
+from embedx.sources import (
     FileReader,
     Located,
     Source,
@@ -14,7 +15,6 @@ from embedx.data import (
     located,
     name_of,
 )
-from embedx.errors import ConfigError, DataError, listed, short
 from embedx.table_files import Table, label_column, read_table, require_column
 
 # Names of columns, in lower case and without what separates words in them.

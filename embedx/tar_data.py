@@ -18,10 +18,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from embedx import data as sources
+from embedx import sources
 from embedx.columns import LABEL_NAMES, from_values, indexed, kept, spelled_label, storable
-from embedx.data import Shards, Source
 from embedx.errors import DataError, first_line, listed
+from embedx.pictures import SUFFIXES, decode_bytes
+from embedx.sources import Shards, Source
 
 _BLOCK = 512  # of a tar file
 _TEXT_MOST = 2**20  # bytes of a member that says something of a sample
@@ -380,7 +381,7 @@ def _chosen(sample: _Sample, item: str) -> _Member | None:
     pictures = [
         member
         for extension, member in sample.members.items()
-        if "." + extension.rsplit(".", 1)[-1] in sources.SUFFIXES
+        if "." + extension.rsplit(".", 1)[-1] in SUFFIXES
     ]
     if len(pictures) > 1:
         names = [f".{member.extension}" for member in pictures]
@@ -506,5 +507,5 @@ class _Reader:
             data = _bytes(file, member)
             sources.require_unchanged(sources.stamp_of(os.fstat(file.fileno())) == self.stamp)
         if self.is_picture:
-            return sources.decode_bytes(data)
+            return decode_bytes(data)
         return sources.require_text(data.decode("utf-8-sig"))

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from embedx import data
+from embedx import data, sources
 from embedx.columns import TEXT_BYTES_MOST, kept
-from embedx.data import Array, Source
 from embedx.errors import ConfigError, DataError
+from embedx.sources import Array, Source
 from embedx.table_files import SEPARATORS, label_column, read_table, require_column
 
 _LINES = ".txt"
@@ -83,7 +83,7 @@ class _LineReader:
             line = file.read(int(self.ends[i] - self.starts[i]))
             after = file.read(1)
         is_whole = after in (b"", b"\r", b"\n")
-        data.require_unchanged(is_whole and data.item_hash(line) == self.hashes[i])
+        sources.require_unchanged(is_whole and sources.item_hash(line) == self.hashes[i])
         try:
             return line.decode()
         except UnicodeDecodeError:
@@ -91,8 +91,8 @@ class _LineReader:
 
 
 def _lines(file: Path, *, limit: int | None) -> Source:
-    data.limited(1, limit)
-    name = data.name_of(file)
+    sources.limited(1, limit)
+    name = sources.name_of(file)
     ids: list[str] = []
     starts: list[int] = []
     ends: list[int] = []
@@ -118,7 +118,7 @@ def _lines(file: Path, *, limit: int | None) -> Source:
                 ids.append(f"line-{number:06d}")
                 starts.append(begins)
                 ends.append(begins + len(line))
-                hashes.append(data.item_hash(line))
+                hashes.append(sources.item_hash(line))
                 digest.update(len(line).to_bytes(8, "little") + line)
                 texts.append(line[: TEXT_BYTES_MOST + 4].decode(errors="backslashreplace"))
     except OSError as error:
@@ -165,7 +165,7 @@ class _TextReader:
             self.texts[i].encode()
         except UnicodeEncodeError:
             raise DataError("the text is not UTF-8; convert the file") from None
-        return data.require_text(self.texts[i])
+        return sources.require_text(self.texts[i])
 
 
 def _hashes(texts: Sequence[Any]) -> tuple[str, Array]:
@@ -173,7 +173,7 @@ def _hashes(texts: Sequence[Any]) -> tuple[str, Array]:
     each = np.empty(len(texts), np.uint64)
     for i, one in enumerate(texts):
         form = one.encode("utf-8", "surrogatepass") if isinstance(one, str) else repr(one).encode()
-        each[i] = data.item_hash(form)
+        each[i] = sources.item_hash(form)
         digest.update(len(form).to_bytes(8, "little") + form)
     return digest.hexdigest(), each
 
@@ -181,7 +181,7 @@ def _hashes(texts: Sequence[Any]) -> tuple[str, Array]:
 def _table(
     file: Path, *, column: str | None, label: str | None, id: str | None, limit: int | None
 ) -> Source:
-    data.limited(1, limit)
+    sources.limited(1, limit)
     table = read_table(file, limit=limit)
     if column is None:
         raise ConfigError(
@@ -217,7 +217,7 @@ def _table(
         notes.insert(0, f"{n_empty:,} of {table.n:,} texts are empty; their rows fail")
     notes += [*cut, *table.passed_over()]
     return Source(
-        name=data.name_of(file),
+        name=sources.name_of(file),
         ids=ids,
         read=_TextReader(texts),
         fingerprint=fingerprint,

@@ -14,20 +14,7 @@ import numpy as np
 from PIL import Image
 
 from embedx.checks import unknown_key
-from embedx.data import (
-    FileReader,
-    PixelReader,
-    Source,
-    classes_said,
-    counted_through,
-    decode_image,
-    file_hashes,
-    hashed_rows,
-    in_memory,
-    limited,
-    stamp_of,
-    whole_label,
-)
+from embedx.data import in_memory
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -39,6 +26,19 @@ from embedx.errors import (
     number_of,
 )
 from embedx.matrix import Array
+from embedx.pictures import decode_image
+from embedx.sources import (
+    FileReader,
+    PixelReader,
+    Source,
+    classes_said,
+    counted_through,
+    file_hashes,
+    hashed_rows,
+    limited,
+    stamp_of,
+    whole_label,
+)
 
 _BASES = frozenset({"VisionDataset", "DatasetFolder"})
 # By torchvision's classes: why such data are not taken.

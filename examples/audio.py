@@ -19,8 +19,8 @@ from scipy.io import wavfile
 from scipy.signal import ShortTimeFFT
 from scipy.signal.windows import hann
 
-from embedx.data import Source, file_hashes, limited
 from embedx.errors import DataError
+from embedx.sources import Source, file_hashes, limited
 
 SIDE_PX = 224
 ROWS_MOST = 4096

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageSequence
 
-from embedx.data import Source, file_hashes, limited, picture, whole_pictures
 from embedx.errors import DataError, DependencyError
+from embedx.pictures import picture, whole_pictures
+from embedx.sources import Source, file_hashes, limited
 
 OF_PILLOW = {".gif": "GIF", ".png": "PNG", ".apng": "PNG", ".webp": "WEBP"}
 OF_PYAV = (".avi", ".mkv", ".mov", ".mp4", ".webm")

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import embedx
-from embedx import data, fold, models, pooling, store
-from embedx.data import Source
+from embedx import data, fold, models, pooling, sources, store
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -39,7 +38,9 @@ from embedx.errors import (
     StoreError,
 )
 from embedx.fingerprints import code_sha256, state_sha256, value_sha256
+from embedx.pictures import decode_image, whole_pictures
 from embedx.points import resolve_points
+from embedx.sources import Source
 
 Array = np.ndarray[Any, Any]
 
@@ -441,8 +442,8 @@ def test_a_png_whose_end_is_zeros_fails_its_row(tmp_path: Path) -> None:
     whole = half.read_bytes()
     half.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
     with pytest.raises(OSError, match="image file is damaged .broken PNG file"):
-        data.decode_image(half)
-    found = np.asarray(data.decode_image(folder / "000.png"))
+        decode_image(half)
+    found = np.asarray(decode_image(folder / "000.png"))
     np.testing.assert_array_equal(found, np.asarray(Image.open(folder / "000.png")))
     run = embedx.extract(
         nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).eval(),
@@ -462,7 +463,7 @@ def read_by_threads(paths: list[Path], *, n: int, before: Callable[[], None]) ->
         for path in mine:
             before()
             try:
-                data.decode_image(path)
+                decode_image(path)
                 found[path] = True
             except OSError:
                 found[path] = False
@@ -492,12 +493,12 @@ def test_threads_put_back_the_settings_of_pillow_and_of_warnings(tmp_path: Path)
         ImageFile.LOAD_TRUNCATED_IMAGES = True
 
     try:
-        with data.whole_pictures():
+        with whole_pictures():
             ImageFile.LOAD_TRUNCATED_IMAGES = True
             read = read_by_threads(paths, n=4, before=lambda: None)
         assert read == [i % 2 == 0 for i in range(80)]
         assert ImageFile.LOAD_TRUNCATED_IMAGES is True  # as whoever set it meanwhile would have it
-        data.decode_image(paths[0])
+        decode_image(paths[0])
         assert ImageFile.LOAD_TRUNCATED_IMAGES is True
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -518,7 +519,7 @@ def test_pictures_of_a_source_come_upright_and_rgb_whatever_their_mode(
         preprocess=models.Preprocess(resize_px=8, crop_px=8, mean=(0, 0, 0), std=(1, 1, 1)),
         out=tmp_path / "out",
     )
-    wanted = np.asarray(data.decode_image(tmp_path / "a.png")).transpose(2, 0, 1).ravel() / 255
+    wanted = np.asarray(decode_image(tmp_path / "a.png")).transpose(2, 0, 1).ravel() / 255
     np.testing.assert_allclose(run.embeddings["0"], [wanted, wanted], atol=1e-6)
 
 
@@ -1132,8 +1133,8 @@ class Halves:
         )
 
 
-def shards(bad: int | None = None) -> data.Shards:
-    return data.Shards(name="halves", names=["a", "b"], fingerprint="1", read=Halves(bad).shard)
+def shards(bad: int | None = None) -> sources.Shards:
+    return sources.Shards(name="halves", names=["a", "b"], fingerprint="1", read=Halves(bad).shard)
 
 
 @pytest.mark.parametrize("bad", [40, 34])

@@ -15,8 +15,9 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from embedx import data
+from embedx import data, sources
 from embedx.errors import ConfigError, DataError
+from embedx.pictures import SUFFIXES, decode_image, thumbnail
 
 RGB = np.array([[[10, 20, 30], [40, 50, 60], [70, 80, 90]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]])
 PICTURE = Image.fromarray(RGB.astype(np.uint8))
@@ -24,7 +25,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="file names here are 
 
 
 def _pixels(path: Path) -> list[Any]:
-    image = data.decode_image(path)
+    image = decode_image(path)
     assert image.mode == "RGB"
     return np.asarray(image).tolist()
 
@@ -141,7 +142,7 @@ def test_the_modes_tested_are_all_that_pillow_writes_in_the_formats_that_are_rea
     every = "1 L P PA LA La RGB RGBA RGBa RGBX CMYK YCbCr LAB HSV I F I;16 I;16B I;16L I;16N"
     found = set()
     for mode in every.split():
-        for suffix in data.SUFFIXES:
+        for suffix in SUFFIXES:
             path = tmp_path / f"a{suffix}"
             try:
                 Image.new(mode, (16, 16)).save(path)
@@ -169,7 +170,7 @@ def test_png_opens_in_a_fresh_process_whatever_was_opened_before(tmp_path: Path)
 
     PICTURE.save(tmp_path / "a.png")
     code = (
-        "import sys; from embedx.data import decode_image;"
+        "import sys; from embedx.pictures import decode_image;"
         "print(decode_image(sys.argv[1]).getpixel((1, 0)))"
     )
     done = subprocess.run(
@@ -264,7 +265,7 @@ def test_pixels_without_a_stated_range_are_refused(tmp_path: Path, mode: str) ->
     for suffix in REFUSED[mode].split():
         Image.new(mode, (2, 2), 7).save(tmp_path / f"a.{suffix}")
         with pytest.raises(DataError, match=f"mode '{mode}' does not state its range"):
-            data.decode_image(tmp_path / f"a.{suffix}")
+            decode_image(tmp_path / f"a.{suffix}")
 
 
 def test_cmyk_is_converted(tmp_path: Path) -> None:
@@ -294,7 +295,7 @@ def test_exif_orientation_is_turned_upright(tmp_path: Path, suffix: str, orienta
     image = Image.fromarray(np.ascontiguousarray(stored).astype(np.uint8)).convert("RGB")
     path = tmp_path / f"a.{suffix}"
     image.save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
-    decoded = np.asarray(data.decode_image(path)).astype(int)
+    decoded = np.asarray(decode_image(path)).astype(int)
     assert decoded.shape == (16, 24, 3)
     assert np.abs(decoded - upright[..., None]).max() <= (8 if suffix == "jpg" else 0)
 
@@ -334,7 +335,7 @@ def test_other_formats_under_the_name_of_a_picture_are_refused(
 ) -> None:
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises((DataError, OSError), match=r"not a picture of the formats|truncated"):
-        data.decode_image(tmp_path / "a.jpg")
+        decode_image(tmp_path / "a.jpg")
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "bmp", "tif", "webp", "ppm"])
@@ -344,7 +345,7 @@ def test_truncated_picture_is_refused(tmp_path: Path, suffix: str) -> None:
     Image.fromarray(noise).save(path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(OSError):
-        data.decode_image(path)
+        decode_image(path)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "bmp", "tif", "webp", "ppm"])
@@ -357,7 +358,7 @@ def test_truncated_picture_is_refused_though_another_library_allows_half_ones(
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with pytest.raises(OSError):
-        data.decode_image(path)
+        decode_image(path)
     assert ImageFile.LOAD_TRUNCATED_IMAGES is True
     told = data.in_memory([torch.zeros(2)]).warnings
     assert [line.split(":")[0] for line in told] == ["PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set"]
@@ -412,7 +413,7 @@ def test_the_transparent_colour_of_sixteen_bits_is_refused(tmp_path: Path) -> No
     made = _png(1, 1, color=2, bits=16, rows=rows, transparent=(0, 0, 5))
     (tmp_path / "a.png").write_bytes(made)
     with pytest.raises(DataError, match="a transparent colour of 16 bits is not read; convert"):
-        data.decode_image(tmp_path / "a.png")
+        decode_image(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(("width", "height"), [(20_000, 20_000), (12_500, 8_001)])
@@ -421,12 +422,12 @@ def test_too_many_pixels_are_refused_before_they_are_read(
 ) -> None:
     (tmp_path / "a.png").write_bytes(_png(width, height, color=2, bits=8, rows=b""))
     with pytest.raises(DataError, match=r"pixels; shrink it"):
-        data.decode_image(tmp_path / "a.png")
+        decode_image(tmp_path / "a.png")
 
 
 def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        data.decode_image(tmp_path / "a.png")
+        decode_image(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(
@@ -444,7 +445,7 @@ def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
 def test_thumbnail_shows_the_whole_picture_centred_on_white(
     size: tuple[int, int], inner: tuple[int, int, int, int]
 ) -> None:
-    tile = data.thumbnail(Image.new("RGB", size, (10, 20, 30)), 32)
+    tile = thumbnail(Image.new("RGB", size, (10, 20, 30)), 32)
     expected = np.full((32, 32, 3), 255, np.uint8)
     left, top, right, bottom = inner
     expected[top:bottom, left:right] = (10, 20, 30)
@@ -454,9 +455,9 @@ def test_thumbnail_shows_the_whole_picture_centred_on_white(
 
 def test_thumbnail_averages_when_it_shrinks_and_repeats_when_it_grows() -> None:
     board = np.indices((64, 64)).sum(axis=0) % 2 * 255
-    small = data.thumbnail(Image.fromarray(board.astype(np.uint8)).convert("RGB"), 32)
+    small = thumbnail(Image.fromarray(board.astype(np.uint8)).convert("RGB"), 32)
     assert set(np.unique(small)) <= {127, 128}
-    grown = data.thumbnail(PICTURE.crop((0, 0, 2, 2)), 4)
+    grown = thumbnail(PICTURE.crop((0, 0, 2, 2)), 4)
     assert np.array_equal(grown, np.kron(RGB[:2, :2], np.ones((2, 2, 1))))
 
 
@@ -471,7 +472,7 @@ def _put(root: Path, *names: str) -> None:
         Image.new("RGB", (2, 2), (number, 0, 0)).save(path, format="PNG")
 
 
-def _labels(source: data.Source) -> list[str | None]:
+def _labels(source: sources.Source) -> list[str | None]:
     assert source.labels is not None
     return [source.label_names[i] if i >= 0 else None for i in source.labels]
 
@@ -1119,9 +1120,9 @@ def test_arrays_that_are_in_part_masked_or_sparse_are_refused() -> None:
 
 
 def test_a_source_of_ones_own_that_no_file_could_hold_is_refused_when_it_is_made() -> None:
-    def make(**options: Any) -> data.Source:
+    def make(**options: Any) -> sources.Source:
         usual: dict[str, Any] = {"name": "s", "ids": list("abc"), "read": str, "fingerprint": "f"}
-        return data.Source(**usual | options)
+        return sources.Source(**usual | options)
 
     names = ["x", "y"]
     for options, why in (

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import embedx
 from embedx import cli, models, saliency, store
 from embedx.configs import Configs
-from embedx.data import Source
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -32,6 +31,7 @@ from embedx.errors import (
     ShapeError,
     StoreError,
 )
+from embedx.sources import Source
 
 from .conftest import Run
 

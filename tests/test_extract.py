@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import embedx
 from embedx import data, models, store
-from embedx.data import Source
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
+from embedx.pictures import decode_image, thumbnail
+from embedx.sources import Source
 from tests.conftest import EXHAUSTIVE, relative_error, sha256
 
 
@@ -66,7 +67,7 @@ def test_rows_equal_a_plain_forward_pass_and_carry_their_ids_labels_and_pictures
     assert np.abs(pooled[0] - pooled[1]).max() > 1e-3  # the oracle tells rows apart
     assert got.thumbnails is not None
     for i, path in enumerate(paths):
-        tile = data.thumbnail(Image.open(path), 32)
+        tile = thumbnail(Image.open(path), 32)
         np.testing.assert_array_equal(got.thumbnails[i], tile)
     assert got.attrs["weights_sha256"] == resnet.weights_sha256
     assert got.point_attrs["layer1"]["pooling"] == "gap"
@@ -1764,7 +1765,7 @@ def test_a_preprocessing_of_ones_own_draws_from_the_seed_of_its_row(
     wanted = []
     for i, path in enumerate(sorted(photos.rglob("*.jpg"))):
         torch.manual_seed(i)
-        wanted.append(prepare.pixels(data.decode_image(path)).numpy())
+        wanted.append(prepare.pixels(decode_image(path)).numpy())
     model = nn.Sequential(nn.Identity(), nn.Linear(3, 2)).eval()
     drawn = np.random.get_state()[1]  # noqa: NPY002
     run = embedx.extract(

@@ -371,7 +371,7 @@ def test_a_run_of_gradients_goes_on_with_the_same_bytes(
 
 def test_a_row_without_a_label_has_no_loss(tmp_path: Path) -> None:
     labels = [-1 if i in (2, 10) else y for i, y in enumerate(Y)]
-    source = embedx.data.Source(
+    source = embedx.sources.Source(
         "some", [str(i) for i in range(11)], X.__getitem__, "", labels=np.array(labels, np.int32),
         label_names=["a", "b", "c"],
     )  # fmt: skip

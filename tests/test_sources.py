@@ -24,10 +24,11 @@ from PIL import Image
 import embedx
 from embedx import store
 from embedx.array_data import array
-from embedx.data import Shards, Source, folder
+from embedx.data import folder
 from embedx.errors import DataError
 from embedx.hub_data import huggingface
 from embedx.models import Preprocess
+from embedx.sources import Shards, Source
 from embedx.store import Embeddings
 from embedx.table_data import table
 from embedx.tar_data import webdataset

@@ -28,9 +28,9 @@ from torch import nn
 
 import embedx
 from embedx import inputs, runs, store, tar_data
-from embedx.data import Shards
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.models import Preprocess
+from embedx.sources import Shards
 from embedx.store import Embeddings
 from embedx.tar_data import webdataset
 from tests.conftest import EXHAUSTIVE, sha256

@@ -19,11 +19,12 @@ import torch
 from PIL import Image
 
 import embedx
-from embedx import data, inputs, models, store, text_data
+from embedx import inputs, models, store, text_data
 from embedx.columns import TEXT_BYTES_MOST
-from embedx.data import Source
 from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, LayerError, ModelError
 from embedx.models import Model
+from embedx.pictures import SUFFIXES
+from embedx.sources import Source
 from tests.conftest import EXHAUSTIVE, ROOT, sha256
 
 transformers = pytest.importorskip("transformers")
@@ -753,4 +754,4 @@ def test_sources_of_texts_import_no_torch() -> None:
         "import sys, embedx.text_data; assert not {'torch', 'pandas', 'pyarrow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-    assert data.SUFFIXES
+    assert SUFFIXES
