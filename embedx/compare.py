@@ -17,6 +17,7 @@ from embedx import figures, ready_made, store
 from embedx.align import places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
 from embedx.configs import literal, read_settings
+from embedx.disk import replace_file
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest
 from embedx.figures import as_labels, column_of, title_of
 from embedx.matrix import Matrix
@@ -167,8 +168,8 @@ def compare(
     for name, mark in (("csv", as_csv([], _COLUMNS)), ("json", b'"ranked_by"')):
         store.require_ours(folder / f"compare.{name}", mark.rstrip())
     paths = [
-        store.replace_file(folder / "compare.csv", as_csv(table, _COLUMNS)),
-        store.replace_file(folder / "compare.json", document.encode()),
+        replace_file(folder / "compare.csv", as_csv(table, _COLUMNS)),
+        replace_file(folder / "compare.json", document.encode()),
     ]
     drawn = None
     if maps:

@@ -11,6 +11,7 @@ import numpy as np
 from embedx import ready_made, store
 from embedx.align import shared_rows
 from embedx.checks import checked
+from embedx.disk import replace_file
 from embedx.errors import DataError
 from embedx.matrix import Matrix
 from embedx.neighbors import layer_graph, metric_of
@@ -114,7 +115,7 @@ def evaluate(
         table.append(_map_row(opened, projection, kept[layer]))
     path = opened.path.parent / "scores.json"
     text = json.dumps({"parent": opened.attrs["id"], "scores": table}, indent=2) + "\n"
-    store.replace_file(path, text.encode())
+    replace_file(path, text.encode())
     lines = _table("embeddings", EMBEDDINGS_HEADS, embedded)
     lines += _map_tables(table[len(embedded) :], n_layers=len(names))
     for figures in matrices:

@@ -19,6 +19,7 @@ from torch import Tensor
 from embedx import figures, fold, grids, hooks, overlays, saliency, sources, store
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
+from embedx.disk import replace_file, replacing_folder
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -297,13 +298,13 @@ def explain(
         **made_by(described, torch_device),
     }
     started = time.monotonic()
-    with _no_empty_folders(folder), store.replacing_folder(folder, foreign=_foreign) as new:
+    with _no_empty_folders(folder), replacing_folder(folder, foreign=_foreign) as new:
         if method == "feature_maps":
             n_failed = _draw_feature_maps(plan, new)
         else:
             n_failed = _draw_maps(plan, new, attrs)
         text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
-        store.replace_file(new / _CONFIG_NAME, text.encode())
+        replace_file(new / _CONFIG_NAME, text.encode())
     found = _opened(folder)
     n_good = len(chosen) - n_failed
     seconds = time.monotonic() - started

@@ -19,6 +19,7 @@ import numpy as np
 from embedx import ready_made, store
 from embedx.checks import check_arguments, checked, refuse_taken
 from embedx.columns import spelled
+from embedx.disk import replace_file, replacing_file, replacing_folder
 from embedx.errors import ConfigError, missing_extra
 from embedx.matrix import Matrix, stratified
 from embedx.methods import principal_components
@@ -118,10 +119,10 @@ def tensorboard(
     _check_ours(folder)
     rows, _ = rows_to_show(embeddings, projections, most=ROWS_MOST, where="the projector", least=2)
     columns = _metadata(embeddings, rows)
-    with store.replacing_folder(folder, foreign=store.foreign_in_export) as new:
+    with replacing_folder(folder, foreign=store.foreign_in_export) as new:
         config, sprite_px = _fill(new, embeddings, projections, rows=rows, columns=columns)
         marked = store.EXPORT_MARK + text_format.MessageToString(config)
-        store.replace_file(new / store.EXPORT_CONFIG, marked.encode())
+        replace_file(new / store.EXPORT_CONFIG, marked.encode())
     log.info(
         "wrote %s: %s rows, %s tensors, %s projections as bookmarks, %s",
         folder,
@@ -144,10 +145,10 @@ def _fill(
     """Write all files but the config; returns that and the side of a tile, 0 without pictures."""
     from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 
-    store.replace_file(folder / "metadata.tsv", _tab_separated(columns))
+    replace_file(folder / "metadata.tsv", _tab_separated(columns))
     sprite_px = 0
     if embeddings.thumbnails is not None:
-        with store.replacing_file(folder / "sprite.png") as file:
+        with replacing_file(folder / "sprite.png") as file:
             sprite_px = _write_sprite(file, embeddings.thumbnails, rows)
     points = {point: Matrix(array, rows) for point, array in embeddings.embeddings.items()}
     tensors: list[tuple[str, Matrix, bool, list[Projection]]] = []
@@ -182,7 +183,7 @@ def _fill(
             color = None if pictures else _color_column(columns)
             if id(x) not in axes:
                 axes[id(x)] = _principal_axes(x)
-            with store.replacing_file(folder / tensor.bookmarks_path) as file:
+            with replacing_file(folder / tensor.bookmarks_path) as file:
                 _write_bookmarks(
                     file,
                     _drawn_shape(x),
@@ -192,7 +193,7 @@ def _fill(
                     label=_label_column(columns),
                     color=color,
                 )
-    store.replace_file(folder / store.EXPORT_EVENTS, _events())
+    replace_file(folder / store.EXPORT_EVENTS, _events())
     return config, sprite_px
 
 
@@ -258,7 +259,7 @@ def _blocks(x: Matrix) -> Iterator[Array]:
 def _write_tensor(folder: Path, name: str, x: Matrix) -> str:
     """Write a tensor raw, or as text where raw would be read as text; returns the file's name."""
     path = f"{name}.{'tsv' if _reads_as_text(x) else 'bin'}"
-    with store.replacing_file(folder / path) as file:
+    with replacing_file(folder / path) as file:
         for values in _blocks(x):
             if path.endswith(".bin"):
                 file.write(values.tobytes())

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from embedx import store
 from embedx.columns import spelled
+from embedx.disk import replace_file
 from embedx.errors import ConfigError, missing_extra, number_of
 from embedx.store import Embeddings
 
@@ -530,5 +531,5 @@ def save(figure: "Figure", path: Path, *, dpi: float = DPI) -> Path:
     """
     store.require_ours(path, store.PICTURE_MARKS[path.suffix])
     if path.suffix == ".svg":
-        return store.replace_file(path, _svg(figure))
-    return store.replace_file(path, _png(figure, min(dpi, PX_MOST / max(figure.get_size_inches()))))
+        return replace_file(path, _svg(figure))
+    return replace_file(path, _png(figure, min(dpi, PX_MOST / max(figure.get_size_inches()))))

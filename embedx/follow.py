@@ -11,6 +11,7 @@ import numpy as np
 
 from embedx import store
 from embedx.align import procrustes
+from embedx.disk import require_idle
 from embedx.errors import InUseError, StoreError
 from embedx.figures import PALETTE, Colors, colors_of
 from embedx.matrix import Matrix
@@ -76,7 +77,7 @@ def follow(path: Path, *, write: Callable[[str], object] | None = None) -> Embed
 
 def _is_written(path: Path) -> bool:
     try:
-        store.require_idle(path)
+        require_idle(path)
     except InUseError:
         return True
     return False

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from embedx import hooks, store
 from embedx.checks import checked
+from embedx.disk import replace_file
 from embedx.errors import ConfigError, LayerError, ModelError, listed, number_of, short
 from embedx.models import Model
 from embedx.passes import Inputs, run_model, undisturbed
@@ -274,7 +275,7 @@ def layers(
     )
     if path is not None:
         assert format is not None
-        store.replace_file(path, table.as_bytes(format))
+        replace_file(path, table.as_bytes(format))
         log.info("wrote %s: %s", path, number_of(len(table.layers), "row", "rows"))
         for line in table.summary():
             log.info("%s", line)

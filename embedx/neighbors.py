@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embedx import store
+from embedx.disk import waiting_lock
 from embedx.errors import StoreError, first_line
 from embedx.matrix import Matrix
 from embedx.threads import n_threads
@@ -571,7 +572,7 @@ def cached_graph(
     with contextlib.ExitStack() as stack:
         why = ""
         try:
-            stack.enter_context(store.waiting_lock(path, work="computes the neighbours"))
+            stack.enter_context(waiting_lock(path, work="computes the neighbours"))
         except OSError as error:
             why = error.strerror or first_line(error)
         else:

@@ -26,6 +26,7 @@ from embedx.columns import (
     spelled_label,
     storable,
 )
+from embedx.disk import waiting_lock
 from embedx.errors import DataError, StoreError, listed
 from embedx.matrix import Array
 from embedx.store import Embeddings, Field, Status
@@ -156,7 +157,7 @@ def _copied(vectors: _Vectors) -> Embeddings:
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with store.waiting_lock(folder / MODEL, work=f"copies {vectors.title} into {folder}"):
+        with waiting_lock(folder / MODEL, work=f"copies {vectors.title} into {folder}"):
             if path.exists():  # by another, meanwhile
                 return _present(path, file_id, vectors)
             _write(path, file_id, vectors, n_failed)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from embedx import hooks, store
 from embedx.checks import checked, require_exact, require_unmasked
+from embedx.disk import require_idle, writing_lock
 from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
 from embedx.parts import append_parts
 from embedx.points import Point, resolve_points
@@ -366,7 +367,7 @@ class Recorder:
 
     def _begin(self) -> None:
         """Take the folder: nobody else records or extracts into it until :meth:`close`."""
-        self._held.enter_context(store.writing_lock(self.path))
+        self._held.enter_context(writing_lock(self.path))
         _require_free(self.path, overwrite=self._overwrite)
         if self.path.exists():
             self._attrs[_REPLACES] = _file_id(self.path)
@@ -539,7 +540,7 @@ def record(
     resolved = resolve_points(model, points)
     poolings = per_point(pooling, n_points=len(resolved))
     path = Path(out).absolute() / store.EMBEDDINGS_NAME  # the loop may go to another folder
-    store.require_idle(path)
+    require_idle(path)
     _require_free(path, overwrite=overwrite)
     store.require_own_beside(path, has_config=False)
     return Recorder(
@@ -576,7 +577,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             no space; the parts are kept until the file is whole.
     """
     path = Path(out) / store.EMBEDDINGS_NAME
-    store.require_idle(path)
+    require_idle(path)
     parts = _opened_parts(path) if store.parts_folder(path).is_dir() else []
     if not parts:
         raise StoreError(f"{out} holds no recording; name the folder that was recorded into")

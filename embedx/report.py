@@ -21,6 +21,7 @@ import numpy as np
 
 from embedx import store
 from embedx.columns import spelled
+from embedx.disk import replace_file
 from embedx.errors import short
 from embedx.figures import (
     OTHER,
@@ -162,7 +163,7 @@ def write_report(
     store.require_ours(path, store.REPORT_MARK)
     template = (PAGE / "report.html").read_text("utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
-    return store.replace_file(path, page.encode("utf-8", "backslashreplace"))
+    return replace_file(path, page.encode("utf-8", "backslashreplace"))
 
 
 # --------------------------------------------------------------------------- the page

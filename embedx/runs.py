@@ -20,6 +20,7 @@ import torch.utils.data
 from embedx import sources, store
 from embedx.columns import concatenated
 from embedx.configs import settings_sha256
+from embedx.disk import replace_file, require_idle, writing_lock
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -129,7 +130,7 @@ def _put_in_place(
         )
     writer.require_own()
     # Before the file takes its name: whatever stops us here, the next run comes by again.
-    store.replace_file(path.with_name("config.yaml"), config.encode())
+    replace_file(path.with_name("config.yaml"), config.encode())
     if replaced is not None:
         store.remove_derived(path.parent, replaced)
     if overwrite:
@@ -179,7 +180,7 @@ def _fill(
     """
     first_pass = attrs.get(_BY_FIRST, "" if fields is not None else None)
     if overwrite:  # from the start: what is there may be of code that has changed unseen
-        store.require_idle(path)
+        require_idle(path)
         writer = None
     else:
         if store.partial_path(path).exists():
@@ -626,7 +627,7 @@ def run_parts(
     made = _Made(cuts, path, attrs)
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_if_empty, path.parent)
-        stack.enter_context(store.writing_lock(path))
+        stack.enter_context(writing_lock(path))
         if overwrite:
             store.remove_parts(path)
         store.begin_parts(path, of=str(attrs["id"]), n=cuts.n)

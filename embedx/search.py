@@ -18,6 +18,7 @@ from embedx import figures, ready_made, store
 from embedx.align import SPACE, space_of
 from embedx.checks import checked
 from embedx.configs import settings_sha256
+from embedx.disk import replace_file
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest, short
 from embedx.figures import Tile
 from embedx.neighbors import Graph, Metric, layer_graph, nearest_rows
@@ -806,7 +807,7 @@ class _Writer:
         columns = list(table[0]) if table else _columns(name, is_labelled=self.is_labelled)
         text = json.dumps(document, indent=1, allow_nan=False) + "\n"
         for suffix, data in (("json", text.encode()), ("csv", as_csv(table, columns))):
-            self._wrote(store.replace_file(self.folder / f"{stem}.{suffix}", data))
+            self._wrote(replace_file(self.folder / f"{stem}.{suffix}", data))
         if lines is None:
             log.info("no pictures are stored in the file, so there is no sheet of them")
         elif self.n_lines and lines[0]:

@@ -19,25 +19,34 @@ import math
 import os
 import re
 import shutil
-import socket
 import stat
 import struct
-import sys
-import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from embedx.checks import checked
+from embedx.disk import (
+    DISK,
+    DiskIO,
+    Lock,
+    disk_error,
+    is_name_of,
+    open_own,
+    remove_quietly,
+    replace_file,
+    temporary,
+    waiting_lock,
+)
 from embedx.errors import InUseError, StoreError, first_line, listed
 
 if TYPE_CHECKING:
@@ -98,304 +107,6 @@ class Field:
     @property
     def row_bytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-
-class DiskIO:
-    """The calls by which rows reach the disk, in one place so that tests can make each one fail."""
-
-    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
-
-    def sync(self, fd: int) -> None:
-        """Make the data of ``fd`` durable; on macOS only F_FULLFSYNC reaches the medium."""
-        try:
-            import fcntl
-        except ImportError:  # Windows has no fcntl; it reads files only
-            os.fsync(fd)
-            return
-        if hasattr(fcntl, "F_FULLFSYNC"):
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-        elif hasattr(os, "fdatasync"):
-            os.fdatasync(fd)
-        else:
-            os.fsync(fd)
-
-    def allocate(self, fd: int, n_bytes: int) -> None:
-        """Reserve ``n_bytes`` for ``fd``, or raise OSError(ENOSPC) while nothing is lost yet."""
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, n_bytes)
-            return
-        size = os.fstat(fd).st_size
-        self.fill(fd, size, n_bytes - size)
-
-    def fill(self, fd: int, offset: int, n_bytes: int) -> None:
-        """Write zeros, so that the blocks are really there."""
-        zeros, end = bytes(2**20), offset + n_bytes
-        for start in range(offset, end, len(zeros)):
-            self.write_all(fd, zeros[: end - start], start)
-
-    def rename(self, old: Path, new: Path) -> None:
-        os.replace(old, new)
-        self.sync_folder(new.parent)
-
-    def sync_folder(self, folder: Path) -> None:
-        if os.name == "nt":
-            return
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, if it is there, for good: it does not come back after a power cut."""
-        if os.path.lexists(path):
-            path.unlink()
-            self.sync_folder(path.parent)
-
-    def make_folder(self, folder: Path) -> list[Path]:
-        """Make ``folder`` and those above it that are missing, durably; returns those made."""
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in made:
-                self.sync_folder(path.parent)
-        except OSError:
-            _remove_quietly(*made)
-            raise
-        return made
-
-    def write_all(self, fd: int, data: Array | bytes | memoryview, offset: int) -> None:
-        """Write all of ``data``, going on after short writes."""
-        if isinstance(data, np.ndarray):
-            view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
-        else:
-            view = memoryview(data)
-        while view:
-            done = self.pwrite(fd, view, offset)
-            if done <= 0:
-                raise OSError(errno.EIO, "the disk took no bytes")
-            view, offset = view[done:], offset + done
-
-
-_DISK = DiskIO()
-
-
-def _temporary(path: Path) -> tuple[int, Path]:
-    """A new file beside ``path`` that no other process or thread has, opened for writing."""
-    sweep(path)
-    while True:
-        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        if _mark_alive(fd, Path(name)):
-            os.fchmod(fd, 0o666 & ~_umask())
-            return fd, Path(name)
-        os.close(fd)
-
-
-def _mark_alive(fd: int, path: Path) -> bool:
-    """Lock a temporary file or folder for as long as ``fd`` is open, so that none sweeps it.
-
-    Returns:
-        Whether it is there still: another may have swept it before it was locked.
-    """
-    with contextlib.suppress(ImportError, OSError):  # a file system without: none sweeps there
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    return _is_name_of(path, os.fstat(fd))
-
-
-def sweep(path: Path) -> None:
-    """Remove what killed processes left beside a file or folder, and nothing of living ones.
-
-    Where one was killed as it put a new folder in the place of an old one, the old one is put back.
-    """
-    left = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}\.(tmp|old)")
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        for name in os.listdir(path.parent):
-            if not left.fullmatch(name):
-                continue
-            other = path.with_name(name)
-            with contextlib.suppress(OSError):
-                fd = os.open(other, os.O_RDONLY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if name.endswith(".old") and not os.path.lexists(path):
-                        os.rename(other, path)
-                    elif other.is_dir():
-                        shutil.rmtree(other)
-                    else:
-                        other.unlink()
-                finally:
-                    os.close(fd)
-
-
-def _open_own(path: Path, flags: int) -> int:
-    """Open a file to write into it in place, and never through a link to a file of another's.
-
-    Raises:
-        StoreError: It is a link, has a second name, or is no plain file.
-    """
-    fd = -1
-    refused = (errno.ELOOP, errno.EMLINK, errno.EISDIR)
-    try:
-        fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-        about = os.fstat(fd)
-        if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1:
-            return fd
-    except OSError as error:
-        if error.errno not in refused:
-            raise
-    if fd >= 0:
-        os.close(fd)
-    raise StoreError(
-        f"{path} is a link, has a second name (a hard link), or is no plain file, and is not "
-        "written to; remove it"
-    )
-
-
-def _is_name_of(path: Path, opened: os.stat_result) -> bool:
-    """Whether a name is still that of a file that was opened."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), opened)
-    except OSError:
-        return False
-
-
-def replace_file(path: Path, data: bytes | memoryview, *, disk: DiskIO = _DISK) -> Path:
-    """Put ``data`` under ``path`` whole or not at all.
-
-    Raises:
-        StoreError: The disk is full or the folder cannot be written; ``path`` is as it was (or,
-            where only making its new name durable failed, holds all of ``data``).
-    """
-    with replacing(path, n_bytes=len(data), disk=disk) as fd:
-        disk.write_all(fd, data, 0)
-    return path
-
-
-@contextlib.contextmanager
-def replacing(path: Path, *, n_bytes: int | None = None, disk: DiskIO = _DISK) -> Iterator[int]:
-    """A file to fill that takes the name ``path`` when the block ends, and else leaves no trace.
-
-    Args:
-        path: The name; what has it is replaced.
-        n_bytes: How many bytes will come, for the message, where that is known.
-        disk: The calls that reach the disk.
-
-    Yields:
-        The descriptor of an empty file beside ``path``, open for writing.
-
-    Raises:
-        StoreError: The disk refused; ``path`` is as it was (or, where only making its new name
-            durable failed, is the new file).
-    """
-    tmp: Path | None = None
-    made: list[Path] = []
-    try:
-        made = disk.make_folder(path.parent)
-        fd, tmp = _temporary(path)
-        try:
-            yield fd
-            disk.sync(fd)
-        finally:
-            os.close(fd)
-        disk.rename(tmp, path)
-    except OSError as error:
-        raise _disk_error(error, path, n_bytes) from error
-    finally:  # folders that the file now lies in are not empty, and stay
-        _remove_quietly(*([tmp] if tmp else []), *made)
-
-
-@contextlib.contextmanager
-def replacing_file(path: Path) -> Iterator[io.BufferedRandom]:
-    """The same as :func:`replacing`, as a file to write and to read back."""
-    with replacing(path) as fd, os.fdopen(fd, "w+b", closefd=False) as file:
-        yield file
-
-
-@contextlib.contextmanager
-def replacing_folder(folder: Path, *, foreign: Callable[[Path], set[str]]) -> Iterator[Path]:
-    """A folder to fill that takes the place of ``folder`` whole when the block ends.
-
-    Args:
-        folder: A folder that is replaced, or nothing; a link stays, and what it leads to is
-            replaced.
-        foreign: Names in a folder that do not go with it: what somebody put there meanwhile stays.
-
-    Yields:
-        An empty folder beside it.
-
-    Raises:
-        StoreError: The disk refused; ``folder`` is as it was.
-    """
-    target = folder.resolve()
-    new = old = None
-    alive = at_old = -1
-    try:
-        _DISK.make_folder(target.parent)
-        sweep(target)
-        while True:
-            prefix = f".{target.name}."
-            new = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=target.parent))
-            alive = os.open(new, os.O_RDONLY)
-            if _mark_alive(alive, new):
-                break
-            os.close(alive)
-        new.chmod(0o777 & ~_umask())
-        yield new
-        if target.exists():
-            at_old = os.open(target, os.O_RDONLY)
-            _mark_alive(at_old, target)
-            old = new.with_suffix(".old")
-            os.replace(target, old)
-        _DISK.rename(new, target)
-        if old is not None:
-            for name in foreign(old):
-                os.rename(old / name, target / name)
-            shutil.rmtree(old, ignore_errors=True)
-    except BaseException as error:
-        if old is not None and old.exists() and not target.exists():
-            os.replace(old, target)
-        if isinstance(error, StoreError):
-            raise StoreError(str(error).replace(str(new), str(folder))) from error
-        if isinstance(error, OSError):
-            raise StoreError(
-                f"cannot write {folder}: {error.strerror or error}; choose another out=FOLDER"
-            ) from error
-        raise
-    finally:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
-        for fd in (alive, at_old):
-            if fd >= 0:
-                os.close(fd)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _disk_error(error: OSError, path: Path, n_bytes: int | None) -> StoreError:
-    if isinstance(error, StoreError):
-        return error
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        folder = next(p for p in [path.parent, *path.parent.parents] if p.exists())
-        free = shutil.disk_usage(folder).free
-        needed = "more" if n_bytes is None else f"{math.ceil(n_bytes / 1e3):,} kB"
-        return StoreError(
-            f"no disk space for {path}: it needs {needed} and {folder} has "
-            f"{free // 1000:,} kB free; free some, or work in another place"
-        )
-    if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        for above in path.parents:
-            if above.exists() and not above.is_dir():
-                return StoreError(f"{above} is a file, and a folder is needed; choose another out")
-    return StoreError(f"cannot write {path}: {error.strerror or error}; check the path")
 
 
 # --------------------------------------------------------------------------- text in HDF5
@@ -475,182 +186,6 @@ def embeddings_field(
 ) -> Field:
     """The dataset of one capture point."""
     return Field(layer_name(point), (n_features,), dtype, attrs)
-
-
-# --------------------------------------------------------------------------- locking
-
-
-_THIS_PROCESS = "this process"
-_WAIT_S = 0.1
-
-
-class _Lock:
-    """An advisory lock that dies with its process and is not inherited by forked workers.
-
-    On Linux it is that of an open file. Elsewhere it is the process's, does not hold within it,
-    which is what ``held`` is for, and ends when the process closes any file of the name, as a copy
-    of the folder does.
-    """
-
-    held: ClassVar[dict[Path, int]] = {}  # by which process: one forked of it has a copy of this
-    _open: ClassVar[set[int]] = set()  # descriptors that hold a lock, in the process that opened it
-    _turn: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, target: Path) -> None:
-        self.path = target.with_name(target.name + ".lock")
-        self._target = target
-        self._fd = -1
-
-    def acquire(self) -> None:
-        if owner := self.take():
-            is_ours = owner == _THIS_PROCESS
-            mend = "close it first" if is_ours else "wait for it, or choose another name=..."
-            raise InUseError(f"{self._target} is being written by {owner}; {mend}")
-
-    def take(self) -> str:
-        """Take the lock, or say who has it."""
-        try:
-            import fcntl
-        except ImportError:
-            raise StoreError(
-                f"cannot write {self._target}: on Windows embedx reads files only; write them on "
-                "Linux or macOS, or under WSL"
-            ) from None
-        with self._turn:
-            return self._take(fcntl)
-
-    def _take(self, fcntl: Any) -> str:
-        key = self.path.parent.resolve() / self.path.name
-        if self.held.get(key) == os.getpid():
-            return _THIS_PROCESS
-        while True:
-            fd = _open_own(self.path, os.O_RDWR | os.O_CREAT)
-            try:
-                _lock_whole(fd, fcntl)
-            except OSError as error:
-                owner = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
-                os.close(fd)
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise
-                return owner or "another process"
-            # The owner removes the file when it is done: only a lock on the present file counts.
-            about = os.fstat(fd)
-            if _is_name_of(self.path, about):
-                break
-            os.close(fd)
-        with contextlib.suppress(OSError):  # a full disk: it holds all the same
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        self._fd = fd
-        self._open.add(fd)
-        self._about = about
-        self._key = key
-        self._pid = self.held[key] = os.getpid()
-        return ""
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the lock still keeps others out: one that is removed by hand lets them in, and
-        so does that of the process that this one was forked of.
-        """
-        is_ours = self._fd >= 0 and self._pid == os.getpid()
-        return is_ours and _is_name_of(self.path, self._about)
-
-    def release(self) -> None:
-        with self._turn:
-            # That of the process we were forked of is not ours; to close its file here would end a
-            # lock of our own on it.
-            if self._fd < 0 or self._pid != os.getpid():
-                return
-            self.held.pop(self._key, None)
-            if self.is_held:  # else it is that of another who took it meanwhile
-                with contextlib.suppress(OSError):  # a disk gone read-only: it ends all the same
-                    self.path.unlink()
-            self._open.discard(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-    @classmethod
-    def let_go(cls) -> None:
-        """In a process that was forked: an open file's lock lasts while any process has it open."""
-        while cls._open:
-            os.close(cls._open.pop())
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_Lock.let_go)
-
-
-def _lock_whole(fd: int, fcntl: Any) -> None:
-    """Lock a file, which another open file of it cannot be, in this process or in another.
-
-    Raises:
-        OSError: It is locked already.
-    """
-    if sys.platform == "linux":
-        whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        try:
-            fcntl.fcntl(fd, getattr(fcntl, "F_OFD_SETLK", _F_OFD_SETLK), whole)
-            return
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that has none of these
-                raise
-    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-_F_OFD_SETLK = 37  # of Linux; Python has the name where it was built with it
-
-
-@contextlib.contextmanager
-def writing_lock(target: Path) -> Iterator[None]:
-    """Hold the lock of a file that is to be written; its folder is made where it is missing.
-
-    Raises:
-        InUseError: Another has it.
-        StoreError: The folder cannot be written.
-    """
-    lock = _Lock(target)
-    try:
-        _DISK.make_folder(target.parent)
-        lock.acquire()
-    except OSError as error:
-        raise _disk_error(error, lock.path, 0) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def require_idle(target: Path) -> None:
-    """Raise InUseError if another writes a file."""
-    lock = _Lock(target)
-    if os.path.lexists(lock.path):
-        with writing_lock(target):
-            pass
-
-
-@contextlib.contextmanager
-def waiting_lock(target: Path, *, work: str) -> Iterator[None]:
-    """Hold the lock of a file that is to be written; whoever has it is waited for.
-
-    Args:
-        target: The file.
-        work: What the holder does, for the log line.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    lock = _Lock(target)
-    said = False
-    while owner := lock.take():
-        if not said:
-            log.info("waiting for %s, which %s", owner, work)
-        said = True
-        time.sleep(_WAIT_S)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 # --------------------------------------------------------------------------- commit records
@@ -800,7 +335,7 @@ class Writer:
         run: bytes,
         newest: _Record,
         n_failed: int,
-        lock: _Lock,
+        lock: Lock,
         disk: DiskIO,
     ) -> None:
         self.path = path
@@ -822,7 +357,7 @@ class Writer:
         self._mutex = threading.RLock()  # the timer comes from a thread of its own
         self._timer: threading.Timer | None = None
         self._late: StoreError | None = None  # what failed in the timer, for the next call
-        self._fd = _open_own(partial_path(path), os.O_RDWR)
+        self._fd = open_own(partial_path(path), os.O_RDWR)
         self._about = os.fstat(self._fd)
 
     def append(
@@ -971,7 +506,7 @@ class Writer:
 
     def _require_own(self) -> None:
         self._require_lock()
-        if not _is_name_of(partial_path(self.path), self._about):
+        if not is_name_of(partial_path(self.path), self._about):
             self._refuse(partial_path(self.path))
 
     def _refuse(self, gone: Path) -> None:
@@ -1229,7 +764,7 @@ def discard_partial(path: Path) -> None:
     try:
         _discard_partial(path)
     except OSError as error:
-        raise _disk_error(error, path, 0) from error
+        raise disk_error(error, path, 0) from error
 
 
 def parts_folder(path: Path) -> Path:
@@ -1237,7 +772,7 @@ def parts_folder(path: Path) -> Path:
     return path.with_name(path.name + ".parts")
 
 
-def remove_parts(path: Path, *, disk: DiskIO = _DISK) -> None:
+def remove_parts(path: Path, *, disk: DiskIO = DISK) -> None:
     """Remove the parts of a recording: none of them, or all at once.
 
     Raises:
@@ -1250,7 +785,7 @@ def remove_parts(path: Path, *, disk: DiskIO = _DISK) -> None:
         try:
             disk.rename(parts_folder(path), doomed)
         except OSError as error:
-            raise _disk_error(error, path, 0) from error
+            raise disk_error(error, path, 0) from error
         shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -1275,7 +810,7 @@ def begin_parts(path: Path, *, of: str, n: int) -> None:
         StoreError: Parts of another run are there, or the disk refused.
     """
     try:
-        _DISK.make_folder(path.parent)
+        DISK.make_folder(path.parent)
         with waiting_lock(parts_folder(path), work="begins the parts of the same run"):
             require_no_parts(path, of=of, n=n)
             if parts_id(path) not in (None, of):  # of a run that was killed before its first row
@@ -1283,7 +818,7 @@ def begin_parts(path: Path, *, of: str, n: int) -> None:
             if (parts_id(path), parts_number(path)) != (of, n):
                 replace_file(parts_folder(path) / _PARTS_MARK, f"{of}\n{n}\n".encode())
     except OSError as error:
-        raise _disk_error(error, path, None) from error
+        raise disk_error(error, path, None) from error
 
 
 def end_parts(path: Path) -> None:
@@ -1362,7 +897,7 @@ def errors_path(path: Path) -> Path:
 def _append_reasons(path: Path, reasons: Sequence[Mapping[str, Any]], disk: DiskIO) -> None:
     listing = _running_errors_path(path)
     is_new = not listing.exists()
-    fd = _open_own(listing, os.O_RDWR | os.O_CREAT)
+    fd = open_own(listing, os.O_RDWR | os.O_CREAT)
     try:
         disk.write_all(fd, _reason_lines(reasons), os.fstat(fd).st_size)
         disk.sync(fd)
@@ -1419,7 +954,7 @@ def create(
     label_names: Sequence[str] = (),
     metadata: Mapping[str, Array | Sequence[str]] | None = None,
     replace: bool = False,
-    disk: DiskIO = _DISK,
+    disk: DiskIO = DISK,
 ) -> Writer:
     """Lay out a new embeddings file and return the writer that fills it.
 
@@ -1502,7 +1037,7 @@ def create(
     ]
     regions.sort()
 
-    lock = _Lock(path)
+    lock = Lock(path)
     tmp: Path | None = None
     made: list[Path] = []
     try:
@@ -1518,7 +1053,7 @@ def create(
         run = _run_bytes(str(attrs["id"]))
         first = _Record(1, 0, 0, _RUNNING, run)
         n_bytes = skeleton.size + len(_footer(0, regions))
-        fd, tmp = _temporary(path)
+        fd, tmp = temporary(path)
         try:
             disk.allocate(fd, n_bytes)  # a full disk shows here
             for page, data in sorted(skeleton.pages.items()):
@@ -1546,9 +1081,9 @@ def create(
         )
     except BaseException as error:
         lock.release()
-        _remove_quietly(*([tmp] if tmp else []), *made)  # a refused run leaves nothing behind
+        remove_quietly(*([tmp] if tmp else []), *made)  # a refused run leaves nothing behind
         if isinstance(error, OSError):
-            raise _disk_error(error, path, skeleton.size) from error
+            raise disk_error(error, path, skeleton.size) from error
         raise
 
 
@@ -1559,14 +1094,8 @@ _BOOLEAN = "bool"
 def _sweep(path: Path) -> None:
     """Remove temporary files of a process that was killed: the lock is ours."""
     for name in (path.name, errors_path(path).name, "errors.jsonl.partial", "config.yaml"):
-        _remove_quietly(*path.parent.glob(f".{name}.*.tmp"))
+        remove_quietly(*path.parent.glob(f".{name}.*.tmp"))
     shutil.rmtree(_doomed_parts(path), ignore_errors=True)
-
-
-def _remove_quietly(*paths: Path) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            path.rmdir() if path.is_dir() else path.unlink()
 
 
 class _Image(io.RawIOBase):
@@ -1658,7 +1187,7 @@ def _lay_out(
 
 
 def resume(
-    path: Path, *, expected: Mapping[str, Any] | None = None, disk: DiskIO = _DISK
+    path: Path, *, expected: Mapping[str, Any] | None = None, disk: DiskIO = DISK
 ) -> Writer | None:
     """Go on with an interrupted file, or return None where there is none.
 
@@ -1677,7 +1206,7 @@ def resume(
     partial = partial_path(path)
     if not partial.exists():
         return None
-    lock = _Lock(path)
+    lock = Lock(path)
     try:
         lock.acquire()
         if not partial.exists():  # its owner finished while we waited for the lock
@@ -1736,7 +1265,7 @@ def resume(
     except BaseException as error:
         lock.release()
         if isinstance(error, OSError) and not isinstance(error, StoreError):
-            raise _disk_error(error, path, PAGE_BYTES) from error
+            raise disk_error(error, path, PAGE_BYTES) from error
         raise
 
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from embedx import store
+from embedx.disk import replace_file, replacing_file
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.matrix import Array
 from embedx.neighbors import Graph, metric_of
@@ -269,7 +270,7 @@ def _target(embeddings: Embeddings, out: Path | None, name: str) -> Path:
 @contextlib.contextmanager
 def _exporting(path: Path) -> Iterator[BinaryIO]:
     """A file to fill that takes the name ``path`` when the block ends, with its hash beside it."""
-    with store.replacing_file(path) as file:
+    with replacing_file(path) as file:
         yield file
         file.flush()
         file.seek(0)
@@ -279,7 +280,7 @@ def _exporting(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             before = store.hash_path(path).read_text("ascii", "replace").partition("\n")[0]
         lines = [f"{digest}  {path.name}", *([before] if before else [])]
-        store.replace_file(store.hash_path(path), ("\n".join(lines) + "\n").encode())
+        replace_file(store.hash_path(path), ("\n".join(lines) + "\n").encode())
 
 
 def _require_pyarrow(needed_for: str) -> None:

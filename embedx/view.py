@@ -21,6 +21,7 @@ import numpy as np
 
 from embedx import ready_made, store
 from embedx.checks import checked, signature_of
+from embedx.disk import sweep
 from embedx.errors import ConfigError, DataError, missing_extra, number_of
 from embedx.figures import (
     PALETTE,
@@ -480,7 +481,7 @@ run_main()
 
 def _serve(opened: Embeddings, folder: Path, *, port: int, show: bool) -> None:
     """Run TensorBoard on ``folder``, bound to this machine alone, until it is stopped."""
-    store.sweep(folder)
+    sweep(folder)
     exports = [folder] if (folder / store.EXPORT_CONFIG).exists() else []
     exports = exports or [path.parent for path in sorted(folder.rglob(store.EXPORT_CONFIG))]
     if not exports:

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import embedx
 from embedx import data, fold, models, pooling, sources, store
+from embedx.disk import writing_lock
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -990,9 +991,9 @@ def test_a_recording_leaves_a_config_of_the_users_own_alone(tmp_path: Path) -> N
 
 def other_process_takes(target: Path) -> bool:
     code = (
-        "import sys, pathlib; from embedx import store; from embedx.errors import InUseError\n"
+        "import sys, pathlib; from embedx.disk import writing_lock; from embedx.errors import InUseError\n"
         "try:\n"
-        "    with store.writing_lock(pathlib.Path(sys.argv[1])): sys.exit(7)\n"
+        "    with writing_lock(pathlib.Path(sys.argv[1])): sys.exit(7)\n"
         "except InUseError: sys.exit(3)\n"
     )
     found = subprocess.run([sys.executable, "-c", code, str(target)], check=False).returncode
@@ -1003,10 +1004,10 @@ def other_process_takes(target: Path) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="locks of open files are Linux's")
 def test_a_copy_of_the_folder_does_not_end_its_lock(tmp_path: Path) -> None:
     target = tmp_path / "out" / "embeddings.h5"
-    with store.writing_lock(target):
+    with writing_lock(target):
         shutil.copytree(target.parent, tmp_path / "backup")
         assert not other_process_takes(target)
-        with pytest.raises(InUseError, match="this process"), store.writing_lock(target):
+        with pytest.raises(InUseError, match="this process"), writing_lock(target):
             pass
     assert other_process_takes(target)
 
@@ -1015,7 +1016,7 @@ def test_a_copy_of_the_folder_does_not_end_its_lock(tmp_path: Path) -> None:
 def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
     target = tmp_path / "embeddings.h5"
     asks, told = os.pipe()
-    with store.writing_lock(target):
+    with writing_lock(target):
         child = os.fork()
         if not child:  # lives on, and holds nothing
             os.close(told)

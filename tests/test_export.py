@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from embedx import store
+from embedx.disk import replace_file, replacing, replacing_folder, sweep
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.export import export
 from tests.conftest import embeddings_file, projection_file
@@ -655,7 +656,6 @@ def test_a_failure_in_the_middle_leaves_the_old_export_in_place(
     folder = export(path)
     projection_file(path, "umap-1", points_of(3, 2))
     before = everything(tmp_path)
-    replace_file = store.replace_file
     written = []
 
     def full_disk(target: Path, data: bytes) -> Path:
@@ -664,7 +664,7 @@ def test_a_failure_in_the_middle_leaves_the_old_export_in_place(
         written.append(target)
         return replace_file(target, data)
 
-    monkeypatch.setattr(store, "replace_file", full_disk)
+    monkeypatch.setattr(sys.modules["embedx.export"], "replace_file", full_disk)
     with pytest.raises(StoreError, match="no disk space"):
         export(path)
     assert len(written) == 2
@@ -705,19 +705,19 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) ->
 
 KILLED = """
 import os, signal, sys
-from embedx import store
+from embedx.disk import replacing
 from embedx.export import export
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def die_amid_a_file(path, data):
-    with store.replacing(path) as fd:
+    with replacing(path) as fd:
         os.write(fd, data)
         die()
 
 if sys.argv[2] == "tensorboard":
-    store.replace_file = die_amid_a_file
+    sys.modules["embedx.export"].replace_file = die_amid_a_file
 else:
     replace = os.replace
     os.replace = lambda old, new: die() if str(new).endswith(".npz") else replace(old, new)
@@ -740,10 +740,10 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_of_a_living_one_is
     assert {name: data for name, data in everything(tmp_path).items() if name in before} == before
     living = tmp_path / ("projector" if exporter == "tensorboard" else "embeddings.npz")
     if exporter == "tensorboard":
-        replacing: Any = store.replacing_folder(living, foreign=store.foreign_in_export)
+        writing: Any = replacing_folder(living, foreign=store.foreign_in_export)
     else:
-        replacing = store.replacing(living)
-    with contextlib.suppress(KeyboardInterrupt), replacing:
+        writing = replacing(living)
+    with contextlib.suppress(KeyboardInterrupt), writing:
         beside = {p.name for p in tmp_path.glob(".*.tmp")}
         assert len(beside) == 1, "that of the killed one is removed"
         export(path, exporter=exporter)
@@ -772,7 +772,7 @@ export({str(path)!r})
     done = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert not folder.exists()
-    store.sweep(folder)
+    sweep(folder)
     assert everything(tmp_path) == before
 
 

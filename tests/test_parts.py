@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import embedx
 from embedx import inputs, models, runs, store
+from embedx.disk import writing_lock
 from embedx.errors import ConfigError, DataError, InUseError, StoreError
 from embedx.inputs import WINDOW_BATCHES
 from embedx.models import Preprocess
@@ -284,13 +285,13 @@ def test_parts_made_by_others_are_told_apart(
 def test_a_part_that_another_process_makes_is_refused(tmp_path: Path) -> None:
     extract(tmp_path, n_parts=3, part=1)
     with (
-        store.writing_lock(store.part_path(tmp_path / "embeddings.h5", 2)),
+        writing_lock(store.part_path(tmp_path / "embeddings.h5", 2)),
         pytest.raises(InUseError, match=r"000002/embeddings\.h5 is being written by"),
     ):
         extract(tmp_path, n_parts=3, part=2)
     extract(tmp_path, n_parts=3, part=0)  # others are not
     with (
-        store.writing_lock(tmp_path / "embeddings.h5"),
+        writing_lock(tmp_path / "embeddings.h5"),
         pytest.raises(InUseError, match=r"run|embeddings\.h5 is being written by"),
     ):
         extract(tmp_path, n_parts=3)
@@ -310,7 +311,7 @@ def test_a_run_killed_while_it_joins_has_lost_nothing(
     plain = runs._fill
     for place, name in (
         (runs, "append_parts"),
-        (store, "replace_file"),
+        (runs, "replace_file"),
         (store, "remove_parts"),
     ):
         run = tmp_path / name

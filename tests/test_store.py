@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedx import store
+from embedx.disk import DiskIO
 from embedx.errors import InUseError, StoreError
-from embedx.store import DiskIO, Field, Status
+from embedx.store import Field, Status
 from tests.conftest import sha256
 
 N_ROWS = 23

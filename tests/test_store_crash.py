@@ -32,8 +32,9 @@ import numpy as np
 import pytest
 
 from embedx import store
+from embedx.disk import DiskIO, replace_file
 from embedx.errors import InUseError, StoreError
-from embedx.store import DiskIO, Field, Status
+from embedx.store import Field, Status
 from tests.conftest import EXHAUSTIVE, sha256
 
 N_ROWS = 60
@@ -696,10 +697,10 @@ def test_a_power_cut_leaves_a_file_that_is_replaced_old_or_new_but_never_a_mixtu
         path = root / "outputs" / "run" / "scores.json"
         root.mkdir()
         if old is not None:
-            store.replace_file(path, old)
+            replace_file(path, old)
         recorder = make(root)
         recorder.said(0)
-        store.replace_file(path, new, disk=recorder)
+        replace_file(path, new, disk=recorder)
         recorder.said(DONE)
         left = set()
         for _, disk in after_each(recorder):
@@ -721,10 +722,10 @@ def test_a_file_is_replaced_or_stays_whichever_call_fails(tmp_path: Path, code: 
     path, old, new = tmp_path / "new" / "config.yaml", b"old", b"new" * 999
     for k in range(1, 99):
         path.unlink(missing_ok=True)
-        store.replace_file(path, old)
+        replace_file(path, old)
         disk = FailingDisk(k, code)
         try:
-            store.replace_file(path, new, disk=disk)
+            replace_file(path, new, disk=disk)
         except StoreError as error:
             check_message(error, str(path))
             assert path.read_bytes() in (old, new)
