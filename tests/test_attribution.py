@@ -991,7 +991,8 @@ def test_a_recording_leaves_a_config_of_the_users_own_alone(tmp_path: Path) -> N
 
 def other_process_takes(target: Path) -> bool:
     code = (
-        "import sys, pathlib; from embedx.disk import writing_lock; from embedx.errors import InUseError\n"
+        "import sys, pathlib; from embedx.disk import writing_lock\n"
+        "from embedx.errors import InUseError\n"
         "try:\n"
         "    with writing_lock(pathlib.Path(sys.argv[1])): sys.exit(7)\n"
         "except InUseError: sys.exit(3)\n"
