@@ -36,6 +36,7 @@ from embedx.sources import (
     name_of,
     random_put_back,
     random_states,
+    require_item,
     require_texts,
     require_unchanged,
     row_blocks,
@@ -490,6 +491,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         before = random_states()
         try:
             raw = items[row]
+            require_item(raw)
         except (Exception, SystemExit) as error:
             raw = error
         item = entered = hashed(_input, raw)

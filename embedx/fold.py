@@ -13,10 +13,18 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from embedx.fingerprints import methods
 from embedx.points import Point
 
-# Packages whose networks are functions of their input: they keep nothing between layers or passes.
-_KNOWN = ("torch.nn.", "torchvision.", "timm.", "transformers.", "efficientnet_lite_pytorch.")
+# Whose networks are functions of their input: they keep nothing between layers or passes, and draw
+# nothing. Of transformers that is true of some alone: others mask at random, or keep frequencies.
+_ENCODERS = "albert|bert|camembert|distilbert|electra|mpnet|roberta|xlm_roberta"
+_KNOWN = (
+    *("torch.nn.", "torchvision.", "timm.", "efficientnet_lite_pytorch."),
+    *(
+        "transformers.activations.",
+        *(f"transformers.models.{name}." for name in _ENCODERS.split("|")),
+    ),
+)
 # Where methods of their classes, and what is wrapped around these, come from.
-_WRITERS = ("torch.", *_KNOWN, "contextlib.", "functools.", "typing_extensions.")
+_WRITERS = ("torch.", "transformers.", *_KNOWN, "contextlib.", "functools.", "typing_extensions.")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -15,7 +15,7 @@ import torch
 import torch.utils.data
 from torch import Tensor, nn
 
-from embedx import fold, hooks, models
+from embedx import fold, hooks, models, sources
 from embedx import pooling as pools
 from embedx.ablations import Ablation, Seen
 from embedx.errors import (
@@ -41,7 +41,7 @@ from embedx.passes import FAST_PATHS_OFF, differentiable, run_model, undisturbed
 from embedx.points import Point
 from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
 from embedx.sources import Source
-from embedx.store import Array
+from embedx.store import Array, Field, layer_name
 
 log = logging.getLogger("embedx")
 
@@ -120,6 +120,26 @@ class Plan:
                 models.PREPROCESS_REVISION,
             ],
         }
+
+
+def with_poolings_of(plan: Plan, fields: Sequence[Field]) -> Plan:
+    """What to do where ``auto`` has been told by the first rows already: it is not told anew.
+
+    Other rows may have shapes that would mean another one, or none.
+
+    Args:
+        plan: What to do.
+        fields: Of the file that has these rows; none where there is no such file.
+    """
+    told = {field.name: field.attrs.get("pooling") for field in fields}
+    names = [told.get(layer_name(point.name)) for point in plan.points]
+    return dataclasses.replace(
+        plan,
+        poolings=[
+            pools.per_point(name, n_points=1)[0] if one.name == "auto" and name else one
+            for one, name in zip(plan.poolings, names, strict=True)
+        ],
+    )
 
 
 def _columns_sha256(source: Source) -> str:
@@ -210,6 +230,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 listed(names),
             )
         memory = _Memory(plan, is_known=is_known)
+        stack.callback(memory.end)
         seen = Seen()
         got = stack.enter_context(
             hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
@@ -245,6 +266,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                         )
             return output
 
+        draws_none = not plan.is_by_sample  # where it may draw, batch_size decides the rows too
         is_checked = False
         is_looked_at = backward is None and not plan.ablated
         is_padding_checked = plan.model.tokenizer is None
@@ -289,7 +311,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
             seed_all(seed, plan.device)
 
         def forward(batch: Batch, piece: Piece) -> Results:
-            nonlocal is_checked, is_looked_at, is_padding_checked
+            nonlocal is_checked, is_looked_at, is_padding_checked, draws_none
             first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
             labels = _labels_of(plan, batch, piece)
             # Not inference mode: a model's own cache could not be trained on afterwards.
@@ -312,7 +334,15 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 if not is_looked_at:
                     is_looked_at = True
                     look_first(inputs, labels, piece.size, first)
+                states = None if draws_none else _random_states(plan.device)
                 output = run(inputs, labels, piece.size)
+                if states is not None and _random_states(plan.device) != states:
+                    raise ModelError(
+                        f"{plan.model.name} draws random numbers in its passes, in eval mode too, "
+                        "so that a row would hang on the batch it is in; make it a part of a "
+                        "module of your own, whose runs are told apart by batch_size"
+                    )
+                draws_none = True
                 memory.after_pass()
                 try:
                     arrays, attrs = rows.arrays(got, n=piece.size)
@@ -395,6 +425,15 @@ class _Memory:
                 self._plan.model.name,
             )
 
+    def end(self) -> None:
+        """Say what the only pass has made; of several the second one said it."""
+        if self._n_passes == 1 and self.first_pass:
+            log.warning(
+                "%s or its pooling has made something in its pass that stays (a layer, a centre, "
+                "a cache)",
+                self._plan.model.name,
+            )
+
     def _kept(self) -> str:
         """SHA-256 of what the code of the user's own holds, its weights aside."""
         held = [value_sha256(one.function) for one in self._plan.poolings if one.code]
@@ -415,6 +454,14 @@ class _Memory:
                 "copies of other items" if self._plan.source.collate is not None else "zeros",
                 self._plan.model.name,
             )
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    """The states of all generators that code shares, on the processors and on the device."""
+    states = sources.random_states()
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return states
 
 
 def _own_generators(module: nn.Module) -> list[str]:

@@ -29,7 +29,7 @@ from embedx.data import Looked, collated, copied, folder, in_memory
 from embedx.errors import ConfigError, DataError, EmbedxError, ShapeError, first_line
 from embedx.models import Model, Preprocess
 from embedx.pictures import picture, thumbnail
-from embedx.sources import Shards, Source
+from embedx.sources import Shards, Source, as_array
 from embedx.store import Array
 from embedx.threads import n_threads
 
@@ -463,6 +463,8 @@ class Batches(torch.utils.data.Dataset[Batch]):
             if self._source.labels_in_items:
                 item, found = item
                 label = sources.whole_label(found, n_names=len(self._source.label_names))
+            if self._tokenizer is None:
+                sources.require_item(item)
             if collate is None and isinstance(item, Image.Image) and item.mode != "RGB":
                 item = picture(item)
             shown = item if collate is None else picture(item)
@@ -543,7 +545,34 @@ class Batches(torch.utils.data.Dataset[Batch]):
                     f"{tuple(tensor.shape)} for {len(items)} samples; let it give one entry a "
                     "sample"
                 )
+        self._require_own_places(inputs, items, start)
         return inputs
+
+    def _require_own_places(self, inputs: Inputs, items: list[Any], start: int) -> None:
+        """Refuse a batch in which a sample has the place of another, where that can be seen.
+
+        It can where the ``collate_fn`` stacks what the samples hold, as most do: one that leaves
+        samples out, or fills the batch up with others, has done well until then.
+
+        Raises:
+            ConfigError: A sample stands in another's place.
+        """
+        own = [as_array(item[0] if isinstance(item, (tuple, list)) else item) for item in items]
+        slots = as_array(inputs)
+        given = [one for one in own if one is not None]
+        if slots is None or len(given) < len(own) or any(g.shape != slots.shape[1:] for g in given):
+            return
+        is_same = [np.array_equal(one, slot) for one, slot in zip(given, slots, strict=True)]
+        if all(is_same) or not any(is_same):
+            return
+        for i in np.flatnonzero(~np.array(is_same)).tolist():
+            j = next((j for j, one in enumerate(given) if np.array_equal(one, slots[i])), None)
+            if j is not None:
+                raise ConfigError(
+                    f"the collate_fn of the DataLoader gives row {start + j} in the place of row "
+                    f"{start + i}, so that rows could not be told whose they are; let it keep all "
+                    "samples in their order, and let __getitem__ raise for one that cannot be read"
+                )
 
     def _stack(self, inputs: Mapping[int, Any], size: int, start: int) -> Inputs:
         first, example = next(iter(inputs.items()))

@@ -214,16 +214,11 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
     title = type(module).__name__.lower()
     with _alone(module):
         modes = [(child, child.training) for child in module.modules()]
-        buffers = [
-            (child, name, buffer, buffer.detach().clone())
-            for child in module.modules()
-            for name, buffer in child._buffers.items()
-            if buffer is not None and not nn.parameter.is_lazy(buffer)
-        ]
+        buffers = [(child, _buffers_of(child)) for child in module.modules()]
         parameters = [
-            (name, parameter, _sums(parameter))
+            (name, parameter, _sums(parameter), parameter.requires_grad, parameter.grad)
             for name, parameter in module.named_parameters()
-            if not nn.parameter.is_lazy(parameter)
+            if not _is_lazy(parameter)
         ]
         started = None
         drawn = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -255,22 +250,34 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
                     child.train(training)  # it may do more, such as take merged weights apart
             for child, training in modes:
                 child.training = training
-            changed = []
-            for child, name, buffer, value in buffers:
-                if child._buffers.get(name) is not buffer or not same_values(buffer, value):
-                    child._buffers[name] = buffer
-                    with torch.no_grad():
-                        buffer.copy_(value)
-                    changed.append(name)
-            if changed:
-                names = ", ".join(sorted(set(changed)))
+            # They stay: whether it has them by now a network may also know by other means.
+            new = {name for child, held in buffers for name in child._buffers if name not in held}
+            if new:
+                log.warning("%s made buffers while it ran: %s; they stay", title, listed(new))
+            names = sorted({name for child, held in buffers for name in _put_back(child, held)})
+            if names:
                 log.warning(
-                    "%s changed its buffers while it ran: %s; they are put back", title, names
+                    "%s changed its buffers while it ran: %s; they are put back",
+                    title,
+                    ", ".join(names),
+                )
+            names = []
+            for name, parameter, _, requires_grad, grad in parameters:
+                if parameter.requires_grad != requires_grad or parameter.grad is not grad:
+                    parameter.requires_grad_(requires_grad)
+                    parameter.grad = grad
+                    names.append(name)
+            if names:
+                log.warning(
+                    "%s changed while it ran what gradients its parameters have, or whether: %s; "
+                    "that is put back",
+                    title,
+                    listed(names),
                 )
             now = dict(module.named_parameters())
             changed = [
                 name
-                for name, parameter, value in parameters
+                for name, parameter, value, *_ in parameters
                 if now.get(name) is not parameter or not same_values(_sums(parameter), value)
             ]
             if changed:
@@ -282,14 +289,50 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
                 )
 
 
+def _buffers_of(child: nn.Module) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """The buffers of a module, each with a copy of its values; None of what has none yet."""
+    return {
+        name: (buffer, None if buffer is None or _is_lazy(buffer) else buffer.detach().clone())
+        for name, buffer in child._buffers.items()
+    }
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return bool(nn.parameter.is_lazy(tensor))
+
+
+def _put_back(
+    child: nn.Module, held: Mapping[str, tuple[Tensor | None, Tensor | None]]
+) -> list[str]:
+    """Give a module the buffers that it had; the names of those that changed."""
+    changed = []
+    for name, (buffer, value) in held.items():
+        is_there = name in child._buffers and child._buffers[name] is buffer
+        if is_there and (buffer is None or value is None):  # one that was lazy has its size now
+            continue
+        child._buffers[name] = buffer
+        if buffer is None or value is None:
+            changed.append(name)
+        elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            buffer.data = value
+            changed.append(name)
+        elif not is_there or not same_values(buffer, value):
+            with torch.no_grad():
+                buffer.copy_(value)
+            changed.append(name)
+    return changed
+
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED = 64  # numbers a sum: whatever moves further than that is seen
 
 
 def _sums(parameter: Tensor) -> Tensor:
-    """Sums over the bits of each row, which show a change; a copy would fill memory."""
+    """Sums over the bits of each few numbers, which show a change; a copy would fill memory."""
     values = parameter.detach()
     if values.layout != torch.strided or values.is_quantized or type(values) is not Tensor:
         return (values[:1] if values.ndim else values).clone()
     values = torch.view_as_real(values) if values.is_complex() else values
-    bits = values.contiguous().view(_BITS[values.element_size()])
-    return bits.flatten(1).sum(1) if bits.ndim > 1 else bits.clone()
+    bits = values.contiguous().view(_BITS[values.element_size()]).flatten()
+    n = len(bits) // _SUMMED * _SUMMED
+    return torch.cat([bits[:n].view(-1, _SUMMED).sum(1), bits[n:]])

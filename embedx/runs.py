@@ -29,7 +29,7 @@ from embedx.errors import (
     StoreError,
     number_of,
 )
-from embedx.forward import Plan, Results, forward_of, joined, unset
+from embedx.forward import Plan, Results, forward_of, joined, unset, with_poolings_of
 from embedx.inputs import (
     TOKENS_FIELD,
     Batch,
@@ -87,6 +87,8 @@ def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwr
     """Fill ``path``, from the start or from where it was left."""
     replaced = _id_of(path)
     started = time.monotonic()
+    if not overwrite:
+        plan = with_poolings_of(plan, _begun_fields(store.partial_path(path)))
     with _stop_on_signal() as stop, forward_of(plan) as forward:
         filled = _fill(plan, path, attrs, forward=forward, stop=stop, overwrite=overwrite)
         if isinstance(filled, str):
@@ -101,6 +103,15 @@ def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwr
             )
     seconds = time.monotonic() - started
     _report(plan, filled.writer, path, seconds=seconds, rate=filled.rate)
+
+
+def _begun_fields(*paths: Path) -> list[Field]:
+    """What is stored of a row by the first of some files that is there and can be read."""
+    for path in paths:
+        if path.exists():
+            with contextlib.suppress(StoreError):  # that is told where it is read for its rows
+                return store.PartReader(path).read().fields
+    return []
 
 
 def _id_of(path: Path) -> str | None:
@@ -457,6 +468,7 @@ class _Made:
         late: Parts of which no row is good before it is known what is stored of a row: the first
             such row, and why.
         n_new: Rows made by this process.
+        fields: What is stored of a row; None as long as no part says it.
     """
 
     def __init__(self, cuts: Cuts, path: Path, attrs: Mapping[str, Any]) -> None:
@@ -467,7 +479,7 @@ class _Made:
         self._path = path
         self._attrs = attrs
         self._first = cuts.n  # the lowest number of a part that is made, and what it says
-        self._fields: list[Field] | None = None
+        self.fields: list[Field] | None = None
         self._common: dict[str, Any] = {}
         self._is_said = False
 
@@ -475,11 +487,6 @@ class _Made:
     def attrs(self) -> dict[str, Any]:
         """The root attributes of the whole: what the parts were made by is known of them."""
         return {**self._attrs, **self._common}
-
-    @property
-    def has_any(self) -> bool:
-        """Whether it is known what is stored of a row."""
-        return self._fields is not None
 
     def add(self, number: int) -> bool:
         """Look at the file of a part; whether it is there.
@@ -502,10 +509,10 @@ class _Made:
         if not found.is_complete:
             raise StoreError(f"{title} cannot be joined: {path} is not complete; {anew}")
         common = {key: attrs[key] for key in (*_MADE_BY, _BY_FIRST) if key in attrs}
-        if self._fields is not None:
+        if self.fields is not None:
             self._require_alike(number, common, found.fields)
         if number < self._first:
-            self._first, self._common, self._fields = number, common, found.fields
+            self._first, self._common, self.fields = number, common, found.fields
         self.sizes[number] = found.rows_done
         return True
 
@@ -525,12 +532,18 @@ class _Made:
                 "first pass of each (a layer, a centre), so their rows are those of two models; "
                 "run it without n_parts, or run the model once on one fixed example before"
             )
-        assert self._fields is not None
-        for was, now in zip(self._fields, fields, strict=False):
+        assert self.fields is not None
+        for was, now in zip(self.fields, fields, strict=False):
             if (was.name, was.shape, was.dtype) != (now.name, now.shape, now.dtype):
                 raise ShapeError(
                     f"{now.name} has shape {now.shape} in {other} and {was.name} {was.shape} in "
                     f"{one}; choose a pooling that gives one length, such as pooling=gap"
+                )
+            if was.attrs.get("pooling") != now.attrs.get("pooling"):
+                raise ShapeError(
+                    f"{now.name} is pooled by {now.attrs.get('pooling')} in {other} and by "
+                    f"{was.attrs.get('pooling')} in {one}, as the first rows of each meant "
+                    "pooling=auto; name the one that is meant"
                 )
         was, now = (json.loads(one["environment"]) for one in (self._common, made_by))
         if was != now and not self._is_said:
@@ -581,7 +594,7 @@ class _Made:
             self.sizes[number] = n_rows = len(plan.rows)
             if not n_rows:
                 return
-            fields = None if alone else self._fields
+            fields = None if alone else self.fields
             common = {} if fields is None else self._common
             if number not in self.late:  # it says by itself what it is made by
                 common = {key: value for key, value in common.items() if key == _BY_FIRST}
@@ -641,6 +654,9 @@ def run_parts(
         if engine is not None and missing:
             _run_elsewhere(plan, made, cuts, path, missing, engine=engine)
         is_complete = len(made.sizes) == cuts.n
+        if not is_complete:
+            of_parts = (store.partial_path(store.part_path(path, one)) for one in missing)
+            plan = with_poolings_of(plan, made.fields or _begun_fields(*of_parts))
         with forward_of(plan) if not is_complete else contextlib.nullcontext() as forward:
             left = cuts.limit
             for number in range(cuts.n):
@@ -650,7 +666,7 @@ def run_parts(
                     made.make(number, forward=forward, most=left)
                 left = None if left is None else left - made.sizes[number]
             n_rows = sum(made.sizes.values())
-            if not made.has_any:
+            if made.fields is None:
                 first = next(iter(made.late.values()), "there is none")
                 raise DataError(
                     f"every one of the {n_rows:,} rows of {plan.source.name} failed; the first, "
@@ -759,7 +775,9 @@ def run_part(
         for part in numbers:
             for number in part_rows(part, n_parts=n_parts, n_rows=cuts.n, block=1):
                 if not made.add(number):
-                    forward = forward or stack.enter_context(forward_of(plan))
+                    if forward is None:
+                        begun = _begun_fields(store.partial_path(store.part_path(path, number)))
+                        forward = stack.enter_context(forward_of(with_poolings_of(plan, begun)))
                     made.make(number, forward=forward, alone=True)
                 if number not in made.late and made.sizes[number]:
                     last = store.part_path(path, number)

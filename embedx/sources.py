@@ -498,6 +498,21 @@ def whole_label(label: Any, *, n_names: int) -> int:
     )
 
 
+def require_item(item: Any) -> None:
+    """Refuse an item that a Dataset gives as None, as many do where a file cannot be read.
+
+    A ``collate_fn`` that leaves such items out would give the others their places.
+
+    Raises:
+        DataError: It is None, or a tuple, list or mapping that begins with None.
+    """
+    first = item
+    if isinstance(item, (tuple, list, Mapping)) and item:
+        first = next(iter(item.values() if isinstance(item, Mapping) else item))
+    if first is None:
+        raise DataError("the Dataset gives None in its place")
+
+
 def require_text(found: str) -> str:
     """A text that is an item, if there is anything in it.
 

@@ -35,6 +35,7 @@ from embedx.errors import (
     DataError,
     InUseError,
     LayerError,
+    ModelError,
     ShapeError,
     StoreError,
 )
@@ -42,6 +43,7 @@ from embedx.fingerprints import code_sha256, state_sha256, value_sha256
 from embedx.pictures import decode_image, whole_pictures
 from embedx.points import resolve_points
 from embedx.sources import Source
+from tests.test_gradients import cut_after
 
 Array = np.ndarray[Any, Any]
 
@@ -1157,3 +1159,230 @@ def test_parts_of_a_run_are_of_one_network_too(bad: int, tmp_path: Path) -> None
     assert len(run.attrs["made_by_first_pass"]) == 64
     whole = (tmp_path / "whole" / "embeddings.h5").read_bytes()
     assert (tmp_path / "a cache" / "embeddings.h5").read_bytes() == whole
+
+
+# --------------------------------------------------------------------------- a later hour
+
+
+class Gaps(Dataset[Any]):
+    """Samples of which some cannot be read, and come as ``gap`` in their place."""
+
+    def __init__(self, *bad: int, gap: Callable[[Tensor], Any]) -> None:
+        self.x, self.bad, self.gap = noise(48, 6), bad, gap
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> Any:
+        return self.gap(self.x[i]) if i in self.bad else self.x[i]
+
+
+def filled_up(batch: list[Any]) -> Tensor:
+    """Leaves out what is None or NaN, and keeps the size of the batch: an idiom of many loaders."""
+    good = [one for one in batch if one is not None and not one.isnan().any()]
+    return torch.stack([*good, *[good[-1]] * (len(batch) - len(good))])
+
+
+@pytest.mark.parametrize("bad", [(10,), (0,), (0, 3, 16), (47,)])
+def test_a_none_in_place_of_an_item_fails_its_row_alone(
+    bad: tuple[int, ...], tmp_path: Path
+) -> None:
+    data, model = Gaps(*bad, gap=lambda _: None), linear(6, 5, 3)
+    loader = DataLoader(data, batch_size=8, collate_fn=filled_up)
+    run = embedx.extract(model, loader, layers="0", out=tmp_path)
+    good = [i for i in range(48) if i not in bad]
+    assert np.flatnonzero(run.status == store.Status.FAILED).tolist() == list(bad)
+    with torch.no_grad():
+        wanted = model[0](data.x).numpy()  # type: ignore[index, operator]
+    np.testing.assert_allclose(run.embeddings["0"][good], wanted[good], rtol=1e-5, atol=1e-6)
+    reasons = {one["reason"] for one in store.read_reasons(run.path)}
+    assert reasons == {"DataError: the Dataset gives None in its place"}
+
+
+@pytest.mark.parametrize("gap", [(None, 3), [None, 3], {"x": None}])
+def test_an_item_that_begins_with_none_is_none(gap: Any, tmp_path: Path) -> None:
+    run = embedx.extract(linear(6, 5), Gaps(7, gap=lambda _: gap), layers="0", out=tmp_path)
+    assert np.flatnonzero(run.status == store.Status.FAILED).tolist() == [7]
+
+
+def test_a_sample_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    data = Gaps(10, gap=lambda x: x * torch.nan)  # none of those that are looked at before
+    loader = DataLoader(data, batch_size=8, collate_fn=filled_up)
+    with pytest.raises(ConfigError, match=r"gives row 11 in the place of row 10"):
+        embedx.extract(linear(6, 5, 3), loader, layers="0", out=tmp_path)
+
+
+class Sizes(Dataset[Tensor]):
+    """Pictures of several sizes; the fourth is as wide as the layer has channels."""
+
+    SIZES = ((20, 12), (30, 14), (16, 10), (8, 8), (22, 40), (9, 31))
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> Tensor:
+        return noise(3, *self.SIZES[i], seed=i)
+
+
+class OfAnySize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(torch.relu(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("n_parts", [None, 2])
+def test_auto_pooling_is_not_chosen_anew_by_a_run_that_goes_on(
+    n_parts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"layers": "conv", "batch_size": 1, "n_parts": n_parts}
+    whole = embedx.extract(OfAnySize().eval(), Sizes(), out=tmp_path / "whole", **given)
+    with cut_after(3, monkeypatch), pytest.raises(KeyboardInterrupt):
+        embedx.extract(OfAnySize().eval(), Sizes(), out=tmp_path / "cut", **given)
+    again = embedx.extract(OfAnySize().eval(), Sizes(), out=tmp_path / "cut", **given)
+    assert again.path.read_bytes() == whole.path.read_bytes()
+    assert (whole.status == store.Status.OK).all()
+
+
+def test_parts_that_were_pooled_in_two_ways_are_told_apart(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"layers": "conv", "batch_size": 1, "n_parts": 2, "out": tmp_path}
+
+    class Widths(Sizes):  # of tokens and channels, told by the first sample
+        SIZES = ((20, 12), (30, 14), (16, 10), (20, 12), (30, 14), (16, 10))
+
+    embedx.extract(OfAnySize().eval(), Widths(), part=0, **given)
+    with monkeypatched_choice("max"):
+        embedx.extract(OfAnySize().eval(), Widths(), part=1, **given)
+    with pytest.raises(ShapeError, match="pooled by max in part 1 of 2 and by gap in part 0 of 2"):
+        embedx.extract(OfAnySize().eval(), Widths(), **given)
+
+
+@contextlib.contextmanager
+def monkeypatched_choice(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pooling, "choose", lambda *_, **__: name)
+        yield
+
+
+class ChangesItself(nn.Module):
+    """A network whose pass leaves something behind."""
+
+    def __init__(self, how: Callable[["ChangesItself", Tensor], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(6, 5)
+        self.held = nn.Parameter(torch.arange(8.0).reshape(2, 4))
+        self.long = nn.Parameter(torch.arange(400.0).reshape(2, 200))
+        self.register_buffer("bank", torch.zeros(2, 5))
+        self.register_buffer("centre", None)
+        self._how = how
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.fc(x)
+        self._how(self, y)
+        return y
+
+
+def grow(net: Any, y: Tensor) -> None:
+    net.bank.data = torch.cat([net.bank.data, y])
+
+
+def narrow(net: Any, y: Tensor) -> None:
+    net.bank.data = net.bank.data.double()
+
+
+def broadcast(net: Any, y: Tensor) -> None:
+    net.bank.data = torch.zeros(1, 5)
+
+
+def fill(net: Any, y: Tensor) -> None:
+    net.centre = y.mean(0)
+
+
+def freeze(net: Any, y: Tensor) -> None:
+    net.fc.weight.requires_grad_(False)
+
+
+def leave_a_gradient(net: Any, y: Tensor) -> None:
+    net.fc.weight.grad = torch.ones(5, 6)
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (grow, "changed its buffers while it ran: bank; they are put back"),
+        (narrow, "changed its buffers while it ran: bank; they are put back"),
+        (broadcast, "changed its buffers while it ran: bank; they are put back"),
+        (fill, "changed its buffers while it ran: centre; they are put back"),
+        (freeze, "whether: fc.weight; that is put back"),
+        (leave_a_gradient, "whether: fc.weight; that is put back"),
+    ],
+)
+def test_what_a_pass_leaves_behind_is_put_back_and_said(
+    how: Any, said: str, batch_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ChangesItself(how).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    embedx.extract(model, noise(16, 6), layers="fc", batch_size=batch_size, out=tmp_path)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert torch.equal(after[name], value)
+    assert all(one.requires_grad and one.grad is None for one in model.parameters())
+    assert model.centre is None
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("name", ["held", "long"])
+def test_a_parameter_whose_numbers_change_places_is_said(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def roll(net: Any, y: Tensor) -> None:
+        getattr(net, name).data = getattr(net, name).data.roll(1, dims=1)
+
+    embedx.extract(ChangesItself(roll).eval(), noise(16, 6), layers="fc", out=tmp_path)
+    assert f"changed its parameters, by eval(), train() or its passes: {name};" in caplog.text
+
+
+def test_what_the_only_pass_has_made_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    embedx.extract(MakesItself("a layer").eval(), noise(8, 4), layers="out", out=tmp_path)
+    assert "has made something in its pass that stays" in caplog.text
+
+
+def test_networks_of_transformers_that_draw_or_keep_are_not_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    masked = transformers.ViTMAEModel(transformers.ViTMAEConfig(**small, image_size=32))
+    assert not fold.is_known(masked)
+    kept = transformers.LlamaModel(transformers.LlamaConfig(**small, vocab_size=50))
+    assert not fold.is_known(kept)
+    plain = transformers.BertModel(transformers.BertConfig(**small, vocab_size=50))
+    assert fold.is_known(plain)
+
+
+def test_a_network_that_draws_where_none_is_expected_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.fc(x) + torch.rand(3)
+
+    monkeypatch.setattr(fold, "is_by_sample", lambda _: True)
+    with pytest.raises(ModelError, match="draws random numbers in its passes, in eval mode too"):
+        embedx.extract(Draws().eval(), noise(8, 4), layers="fc", out=tmp_path)
