@@ -486,8 +486,8 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
             _update(digest, str(error))
         return digest.digest()
 
-    def read(row: int) -> tuple[Any, bytes, bytes]:
-        seed_random(row)
+    def read(row: int, *, seed: int | None = None) -> tuple[Any, bytes, bytes]:
+        seed_random(row if seed is None else seed)
         before = random_states()
         try:
             raw = items[row]
@@ -516,7 +516,10 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
                     "__getitem__ give a copy"
                 )
             together = _require_order_kept(list(good.values()), collate)
-        is_unsteady = any(read(row)[1:] != sample[row][1:] for row in list(good)[:_READ_TWICE])
+        few = list(good)[:_READ_TWICE]
+        is_unsteady = any(read(row)[1:] != sample[row][1:] for row in few)
+        # By torch.initial_seed(), say, from which an item seeds a generator of its own.
+        drawn.append(any(read(row, seed=row + n)[1:] != sample[row][1:] for row in few))
     labels = {}
     for row, raw in good.items():
         with contextlib.suppress(DataError):

@@ -34,12 +34,12 @@ from embedx.inputs import (
     Batch,
     Batches,
     Network,
+    arithmetic,
     as_model,
     as_source,
     channels_last,
     device_of,
     made_by,
-    matmul_precision,
     placed,
     seed_all,
 )
@@ -581,7 +581,7 @@ def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
             stack.callback(module.to, lies_on)
             module.to(plan.device)
         stack.enter_context(undisturbed(module, device=plan.device))
-        stack.enter_context(matmul_precision("fp32"))
+        stack.enter_context(arithmetic("fp32"))
         stack.enter_context(saliency.ready(module))
 
         def enter(tensor: Tensor, place: int) -> Tensor:

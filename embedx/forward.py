@@ -30,8 +30,8 @@ from embedx.inputs import (
     Inputs,
     Piece,
     Precision,
+    arithmetic,
     channels_last,
-    matmul_precision,
     placed,
     seed_all,
 )
@@ -215,7 +215,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
             stack.callback(module.to, lies_on)
             module.to(plan.device)
         stack.enter_context(undisturbed(module, device=plan.device))
-        stack.enter_context(matmul_precision(plan.precision))
+        stack.enter_context(arithmetic(plan.precision))
         # Code of the user's own may keep something from layer to layer, run a layer again in
         # another batch, or look at strides: only what is known is run otherwise than as written.
         is_known = fold.is_known(module)

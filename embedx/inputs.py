@@ -213,6 +213,11 @@ def device_of(name: str, model: Model, *, is_live: bool) -> torch.device:
     Raises:
         ConfigError: It is not on this machine.
     """
+    if torch.get_default_device().type == "meta":
+        raise ConfigError(
+            "torch's default device is meta, on which tensors have no values; set another, "
+            'torch.set_default_device("cpu"), or leave the block'
+        )
     if name == "auto":
         if is_live:  # a live network stays where it lies
             return next((p.device for p in model.module.parameters()), torch.device("cpu"))
@@ -776,8 +781,10 @@ def environment() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def matmul_precision(precision: Precision) -> Iterator[None]:
-    """fp32 means fp32: TensorFloat-32 is off unless it was asked for."""
+def arithmetic(precision: Precision) -> Iterator[None]:
+    """fp32 means fp32, forward and back: TensorFloat-32 is off unless it was asked for, and so is
+    the autocast of a block of the user's that this lies in.
+    """
     # Some of these appear only at run time, so a type checker does not know them.
     backends: Any = torch.backends
     places = [
@@ -788,7 +795,11 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
     try:
         for place in places:
             place.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-        yield
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda", "mps"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
         for place, value in zip(places, before, strict=True):
             place.fp32_precision = value

@@ -1386,3 +1386,43 @@ def test_a_network_that_draws_where_none_is_expected_to_is_refused(
     monkeypatch.setattr(fold, "is_by_sample", lambda _: True)
     with pytest.raises(ModelError, match="draws random numbers in its passes, in eval mode too"):
         embedx.extract(Draws().eval(), noise(8, 4), layers="fc", out=tmp_path)
+
+
+def test_gradients_within_a_block_of_autocast_are_those_of_full_precision(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"layers": ["0", "0:grad", "1:grad"], "objective": 1}
+    plain = embedx.extract(linear(6, 32, 8, 3), noise(16, 6), out=tmp_path / "plain", **given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = embedx.extract(linear(6, 32, 8, 3), noise(16, 6), out=tmp_path / "half", **given)
+        assert torch.is_autocast_enabled("cpu")
+    assert found.path.read_bytes() == plain.path.read_bytes()
+
+
+def test_a_default_device_without_values_is_refused(tmp_path: Path) -> None:
+    model, data = linear(6, 5), noise(4, 6)
+    with torch.device("meta"), pytest.raises(ConfigError, match="torch's default device is meta"):
+        embedx.extract(model, data, out=tmp_path)
+
+
+class BySeed(Dataset[Tensor]):
+    """Items with noise from a generator of their own, seeded as torch's documentation has it."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Tensor:
+        drawn = np.random.default_rng((torch.initial_seed() + i) % 2**32).normal(size=6)
+        return torch.full((6,), float(i)) + torch.from_numpy(drawn).float()
+
+
+def test_items_that_hang_on_the_seed_of_torch_are_seeded_by_their_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"layers": "0", "batch_size": 8}
+    torch.manual_seed(11)
+    whole = embedx.extract(linear(6, 5), BySeed(), out=tmp_path / "whole", **given)
+    assert "row i is drawn from seed i" in caplog.text
+    with cut_after(16, monkeypatch), pytest.raises(KeyboardInterrupt):
+        embedx.extract(linear(6, 5), BySeed(), out=tmp_path / "cut", **given)
+    torch.manual_seed(12)
+    again = embedx.extract(linear(6, 5), BySeed(), out=tmp_path / "cut", num_workers=2, **given)
+    assert again.path.read_bytes() == whole.path.read_bytes()
