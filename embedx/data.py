@@ -519,7 +519,8 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         few = list(good)[:_READ_TWICE]
         is_unsteady = any(read(row)[1:] != sample[row][1:] for row in few)
         # By torch.initial_seed(), say, from which an item seeds a generator of its own.
-        drawn.append(any(read(row, seed=row + n)[1:] != sample[row][1:] for row in few))
+        by_seed = (read(row, seed=row + n)[1:] != sample[row][1:] for row in few)
+        drawn.append(not is_unsteady and any(by_seed))
     labels = {}
     for row, raw in good.items():
         with contextlib.suppress(DataError):
