@@ -1,6 +1,7 @@
 """Interventions: what becomes of a model when a part of a layer is changed while it runs."""
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -464,3 +465,61 @@ def test_as_many_tokens_as_samples_are_told_apart(tmp_path: Path) -> None:
             Model().eval(), torch.randn(4, 32), layers="head",
             ablate=[{"at": "layer", "tokens": 0}], out=tmp_path,
         )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+
+
+class SeenByTwo(nn.Module):
+    """A layer passes on what another one works in place on, and a third one takes that too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.a, self.drop, self.act = nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(inplace=True)
+        self.c, self.d = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        scores = self.c(self.act(self.drop(h))) + self.d(h)
+        if self.kind == "dataclass":
+            return Output(scores)
+        masked = torch.tensor([False, False, False, True])
+        low = {"1e9": -1e9, "min": torch.finfo(torch.float32).min, "inf": -torch.inf}
+        return scores.masked_fill(masked, low[self.kind])
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "1e9", "min", "inf"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"layers": ["drop:grad", "d"]},
+        {"layers": "d", "ablate": [{"at": "drop", "units": [0], "by": "scale", "factor": 1.0}]},
+    ],
+)
+def test_what_asking_changes_is_seen_whatever_the_model_gives(
+    kind: str, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(LayerError, match="gives something else when drop(:grad)? is asked for"):
+        embedx.extract(SeenByTwo(kind).eval(), x, batch_size=8, out=tmp_path, **asked)
+
+
+def test_a_model_that_differs_from_pass_to_pass_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.n = nn.Linear(6, 4), 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.n += 1
+            return self.fc(x) + self.n
+
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    embedx.extract(Counts().eval(), x, layers="fc:grad", out=tmp_path)
+    assert "gives something else in each pass, so that it cannot be seen" in caplog.text
