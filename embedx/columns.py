@@ -275,16 +275,20 @@ def _unfit(texts: Sequence[str]) -> tuple[str, str]:
     return short(repr(odd), most=40), f"has {_UNSTORABLE}" if odd else ""
 
 
+def whole_numbers(texts: Sequence[str]) -> list[int] | None:
+    """The numbers that texts spell; None where there is none, or one is no whole number."""
+    are_whole = all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in texts)
+    return [int(text) for text in texts] if texts and are_whole else None
+
+
 def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
     """Labels as indices ``(n,)`` int32 into their names, -1 for an empty text, and the names.
 
     The names are sorted, as numbers where all are whole ones.
     """
     unique = set(texts) - {""}
-    if all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in unique):
-        names = sorted(unique, key=lambda text: (int(text), text))
-    else:
-        names = sorted(unique)
+    numbers = whole_numbers(list(unique)) is not None
+    names = sorted(unique, key=lambda text: (int(text), text) if numbers else (0, text))
     index = {text: i for i, text in enumerate(names)}
     return np.array([index.get(text, -1) for text in texts], np.int32), names
 

@@ -214,6 +214,7 @@ def in_memory(
         looked = look(at_it) if look is not None else at_it()
     classes: Sequence[Any] | None = None
     names: list[str] = []
+    numbers: list[int] | None = None
     aloud = [] if looked is None else _told(looked, kind)
     seen: list[int] | None = None
     if labels is None:
@@ -225,7 +226,7 @@ def in_memory(
         elif looked is not None and looked.are_labelled:
             seen = list(looked.labels.values())
             if classes is not None and max(seen) < len(classes):
-                names = [str(name) for name in classes]
+                names, numbers = [str(name) for name in classes], list(range(len(classes)))
             if -1 in seen:
                 aloud.append(f"-1 in the items of {kind} is taken for no label")
         elif looked is not None and looked.are_pairs:
@@ -240,7 +241,6 @@ def in_memory(
         twice, count = Counter(ids).most_common(1)[0]
         raise DataError(f"the id {twice!r} is given {count} times; make every id unique")
     indices: Array | None = None
-    numbers: list[int] | None = None
     if labels is not None:
         indices, names, numbers = counted_through(labels, classes)
         if "-1" in names and "-1" not in labels:
@@ -254,7 +254,7 @@ def in_memory(
             "give others"
         )
     note = f"{kind}: {n:,} samples, "
-    note += "labels in the items" if seen else f"{len(names) or 'no'} classes"
+    note += "labels in the items" if seen else classes_said(names)
     hashes = None
     if looked is not None:
         fingerprint = looked.fingerprint

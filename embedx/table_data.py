@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from embedx.columns import plain_name, storable, unique_names
+from embedx.columns import plain_name, storable, unique_names, whole_numbers
 from embedx.errors import ConfigError, DataError, listed, short
 from embedx.sources import (
     FileReader,
@@ -98,6 +98,7 @@ def table(
         item_hashes=hashes,
         labels=labels if label_names else None,
         label_names=label_names,
+        label_numbers=whole_numbers(label_names),
         metadata=metadata,
         notes=tuple(notes),
         warnings=tuple(found.told()),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embedx import data, sources
-from embedx.columns import TEXT_BYTES_MOST, kept
+from embedx.columns import TEXT_BYTES_MOST, kept, whole_numbers
 from embedx.errors import ConfigError, DataError
 from embedx.sources import Array, Source
 from embedx.table_files import SEPARATORS, label_column, read_table, require_column
@@ -209,7 +209,7 @@ def _table(
         notes.append(f"the column text is kept as {other}, beside the texts of {column}")
     renamed = {other if name == "text" else name: values for name, values in others.items()}
     fingerprint, hashes = _hashes(texts)
-    note = f"{file}: {table.n:,} texts of {column}, {len(names) or 'no'} classes"
+    note = f"{file}: {table.n:,} texts of {column}, {sources.classes_said(names)}"
     note += f" of {label}" if label is not None else ""
     note += ", the first of more" if table.is_cut else ""
     n_empty = sum(not one.strip() for one in texts)
@@ -224,6 +224,7 @@ def _table(
         item_hashes=hashes,
         labels=labels if names else None,
         label_names=names,
+        label_numbers=whole_numbers(names),
         metadata={"text": column_kept, **renamed},
         notes=(note, *notes),
     )

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import embedx
-from embedx import store
+from embedx import models, store, table_data
 from embedx.errors import LayerError
 from tests.test_hooks import n_hooks, network
 
@@ -866,3 +868,66 @@ def test_one_tensor_under_several_keywords() -> None:
         assert float(got["inner:grad_input.b"][0, 0]) == 5.0
     with embedx.intervene(model, {"inner:input": lambda value: value * 0}):
         assert model(x)[0, 0].item() == 5.0
+
+
+class NamedBackwards(Dataset[Any]):
+    """Labels are numbers in the items, and the names of their classes in no alphabetical order."""
+
+    classes = ("zebra", "ant", "mouse")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x[i], i % 3
+
+
+def loss_gradients(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    entered = x.clone().requires_grad_()
+    nn.functional.cross_entropy(model(entered), labels, reduction="sum").backward()
+    assert entered.grad is not None
+    return entered.grad
+
+
+def test_labels_in_items_are_numbers_of_classes_whatever_their_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 3)).eval(), torch.randn(24, 6)
+    run = embedx.extract(
+        model, NamedBackwards(x), layers="0:grad_input", objective="loss", out=tmp_path
+    )
+    wanted = loss_gradients(model, x, torch.arange(24) % 3)
+    assert near(torch.tensor(run.embeddings["0:grad_input"][:]), wanted)
+    assert run.label_texts()[:3] == ["zebra", "ant", "mouse"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_whole_numbers_in_a_column_are_numbers_of_classes(kind: str, tmp_path: Path) -> None:
+    import pandas
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 12)).eval()
+    names = [f"{i:02}.png" for i in range(24)]
+    rng = np.random.default_rng(0)
+    for name in names:
+        pixels = rng.integers(0, 256, (4, 4, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / name)
+    table = pandas.DataFrame({"path": names, "label": [i % 12 for i in range(24)]})
+    file = tmp_path / f"list.{kind}"
+    table.to_csv(file, index=False) if kind == "csv" else table.to_parquet(file)
+    described = models.Preprocess(resize_px=4, crop_px=4)
+    data = table_data.table(str(file))
+    run = embedx.extract(
+        model,
+        data,
+        layers="1:grad_input",
+        objective="loss",
+        preprocess=described,
+        out=tmp_path / "out",
+    )
+    opened = [Image.open(tmp_path / name).convert("RGB") for name in names]
+    entered = described.normalize(torch.stack([described.pixels(one) for one in opened]))
+    wanted = loss_gradients(model, entered, torch.arange(24) % 12).flatten(1)
+    assert near(torch.tensor(run.embeddings["1:grad_input"][:]), wanted)
