@@ -42,6 +42,7 @@ def is_known(module: nn.Module) -> bool:
             f"{type(child).__module__}.".startswith(_KNOWN)
             and not any(getattr(child, kind) for kind in _HOOKS)
             and not _has_own_methods(child)
+            and not _attends_in_its_own_way(child)
             for child in module.modules()
         )
         and not any(_is_patched(kind) for kind in {type(child) for child in module.modules()})
@@ -92,6 +93,12 @@ _BY_SAMPLE = re.compile(
     "|Flatten|Unflatten|Pixel(Uns|S)huffle|ChannelShuffle|Upsample|Upsampling(Nearest|Bilinear)2d"
     "|(Constant|Zero|Reflection|Replication|Circular)Pad[123]d"
 )
+
+
+def _attends_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a network of transformers takes its attention from a function of the user's own."""
+    how = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return how not in (None, "eager", "sdpa")
 
 
 def _has_own_methods(module: nn.Module) -> bool:

@@ -177,15 +177,15 @@ class Capture(Mapping[str, Tensor]):
             begin = self._module.register_forward_pre_hook(
                 _as_written(self._begin_pass), prepend=True, with_kwargs=True
             )
-            stack.callback(begin.remove)
+            stack.callback(_take_off, begin)
             self._handles = []
             for layer in dict.fromkeys(point.layer for point in self._points.values()):
                 for handle in self._register(layer, modules[layer]):
-                    stack.callback(handle.remove)
+                    stack.callback(_take_off, handle)
                     self._handles.append(handle)
             if any(p.is_gradient or p.what == "badge" for p in self._points.values()):
                 end = self._module.register_forward_hook(_as_written(self._end_pass))
-                stack.callback(end.remove)
+                stack.callback(_take_off, end)
             self._stack = stack.pop_all()
         self._active = True
         return self
@@ -600,27 +600,41 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class _Hook:
-    """A function that a copy of the model has as well, and that no pickle of it can hold.
+    """A function that a copy of the model has as well, until it is taken off the model itself.
+
+    No pickle of a model can hold it; what is left of it in copies afterwards does nothing.
 
     Attributes:
         decides: What of it decides the numbers of a pass; None of one that only looks.
     """
 
     def __init__(self, function: Callable[..., Any], decides: Any = None) -> None:
-        self._function = function
+        self._function: Callable[..., Any] | None = function
         self.decides = decides
 
     def __call__(self, *given: Any) -> Any:
-        return self._function(*given)
+        return None if self._function is None else self._function(*given)
+
+    def end(self) -> None:
+        self._function = self.decides = None
 
     def __deepcopy__(self, memo: Any) -> "_Hook":
         return self
 
     def __reduce__(self) -> Any:
+        if self._function is None:  # of Python itself, and does nothing whatever it is called with
+            return getattr, (contextlib.nullcontext(), "__exit__")
         raise LayerError(
             "a model that is captured or recorded cannot be saved whole; save its state_dict(), or "
             "do it within `with recorder.paused():` or after the capture"
         )
+
+
+def _take_off(handle: Any) -> None:
+    hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+    if isinstance(hook, _Hook):
+        hook.end()
+    handle.remove()
 
 
 class _Change(_Hook):
@@ -746,12 +760,12 @@ class Intervention:
             stack.enter_context(FAST_PATHS_OFF)
             stack.enter_context(COMPILED_OFF)
             begin = _as_written(self._begin_pass, _Change)
-            stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+            stack.callback(_take_off, module.register_forward_pre_hook(begin, prepend=True))
             end = _as_written(self._end_pass, _Change)
-            stack.callback(module.register_forward_hook(end).remove)
+            stack.callback(_take_off, module.register_forward_hook(end))
             for layer in dict.fromkeys(point.layer for point in changes):
                 for handle in self._register(layer, modules[layer]):
-                    stack.callback(handle.remove)
+                    stack.callback(_take_off, handle)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Intervention":
@@ -989,7 +1003,7 @@ def watched(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name, child in module.named_modules():
             for handle in register(name, child):
-                stack.callback(handle.remove)
+                stack.callback(_take_off, handle)
         yield
 
 

@@ -214,7 +214,11 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
     title = type(module).__name__.lower()
     with _alone(module):
         modes = [(child, child.training) for child in module.modules()]
-        buffers = [(child, _buffers_of(child)) for child in module.modules()]
+        buffers = [
+            (child, _buffers_of(child))
+            for child in module.modules()
+            if not isinstance(child, torch.jit.ScriptModule)  # which gives copies of them
+        ]
         parameters = [
             (name, parameter, _sums(parameter), parameter.requires_grad, parameter.grad)
             for name, parameter in module.named_parameters()

@@ -211,3 +211,18 @@ def test_a_convolution_that_goes_by_two_names_keeps_its_normalization() -> None:
         with folded(model, []) as n_pairs:
             assert n_pairs == PAIRS["resnet18"] - 1
             assert relative_error(model(x), plain) < 1e-5
+
+
+def test_attention_that_somebody_registered_is_not_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=50,
+    )
+    model = transformers.BertModel(config)
+    assert is_known(model)
+    model.config._attn_implementation = "mine"
+    assert not is_known(model)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import embedx
 from embedx.ablations import Seen, as_ablations
 from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
+from embedx.fingerprints import code_sha256
 from tests.test_gradients import InPlace, Net, X, Y, cut_after, near, net, weighted
 from tests.test_hooks import n_hooks
 
@@ -523,3 +524,29 @@ def test_a_model_that_differs_from_pass_to_pass_is_said(
     x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
     embedx.extract(Counts().eval(), x, layers="fc:grad", out=tmp_path)
     assert "gives something else in each pass, so that it cannot be seen" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["capture", "intervene", "record"])
+def test_a_copy_that_was_made_meanwhile_is_a_plain_model_afterwards(
+    how: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval(), torch.ones(4, 6)
+    plain = model(x)
+    block: Any = {
+        "capture": lambda: embedx.capture(model, ["0", "0:grad"]),
+        "intervene": lambda: embedx.intervene(model, {"0": torch.zeros_like}),
+        "record": lambda: embedx.record(model, "0", tmp_path),
+    }[how]()
+    with block:
+        model(x)
+        if how == "record":
+            block.batch(ids=range(4))
+        best = copy.deepcopy(model)
+        with pytest.raises(LayerError, match="cannot be saved whole"):
+            torch.save(best, tmp_path / "best.pt")
+    torch.save(best, tmp_path / "best.pt")
+    loaded = torch.load(tmp_path / "best.pt", weights_only=False)
+    for one in (best, loaded):
+        assert torch.equal(one(x), plain)
+    assert code_sha256(best) == code_sha256(model)
