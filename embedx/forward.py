@@ -90,12 +90,15 @@ class Plan:
         makes_batches = self.source.collate is not None
         tokenizer = self.model.tokenizer
         # What only some runs have is left out of the others, whose ids are older than it.
-        ablated = [one.settings() for one in self.ablations]
+        ablated = [{**one.settings(), "at": point.name} for point, one in self.ablated]
+        of_loss = self.objective == "loss" and self.classes is None
+        numbers = self.source.label_numbers if of_loss else None
         return {
             **({} if tokenizer is None else {"tokenizer": tokenizer.config()}),
             **({} if self.objective is None else {"objective": self.objective}),
             **({} if self.classes is None else {"classes": self.classes}),
             **({"ablate": ablated} if ablated else {}),
+            **({} if numbers is None else {"label_numbers": list(numbers)}),
             "model": self.model.source,
             "weights_sha256": self.model.weights_sha256,
             "code": self.model.code,
@@ -300,6 +303,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 )
             if plan.ablated:
                 ablating = _ablating(plan, seen)
+                ablating.is_verified = got.is_verified
                 stack.callback(ablating.remove)
                 seen.is_plain = True
                 seed_all(seed, plan.device)

@@ -741,6 +741,7 @@ class Intervention:
 
     Attributes:
         fired: The points that have changed something so far.
+        is_verified: Whether it was seen that the model gives the same where nothing is changed.
     """
 
     def __init__(
@@ -749,10 +750,12 @@ class Intervention:
         self._is_told = is_told
         self._has_run = False
         self.fired: set[str] = set()
+        self.is_verified = False
         self._module = module
         self._changes = changes
         self._calls: dict[int, Counter[str]] = {}  # of layers in the pass at hand, by thread
         self._kept: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._shared: list[tuple[str, Tensor, int]] = []  # with how often it was worked on in place
         self._said: set[str] = set()
         self._stack = contextlib.ExitStack()
         modules = dict(module.named_modules())
@@ -805,12 +808,24 @@ class Intervention:
             self._has_run = True
             self._calls[threading.get_ident()] = Counter()
             self._kept.clear()
+            self._shared.clear()
 
     def _end_pass(self, module: nn.Module, _: tuple[Any, ...], __: Any) -> None:
-        """Say where the model has kept what a layer gave before it was changed."""
+        """Say where the model has kept what a layer gave before it was changed, and the like."""
         if module is not self._module or _is_inner_call(module):
             return
         self._calls.pop(threading.get_ident(), None)
+        for name in [name for name, copied, version in self._shared if copied._version != version]:
+            if name not in self._said and not self.is_verified:
+                self._said.add(name)
+                log.warning(
+                    "%s: another layer works in place on what is there, which is a copy now: "
+                    "whoever else uses the same tensor misses what it did, and the model may "
+                    "compute something else even where nothing is changed; take another layer if "
+                    "so",
+                    name,
+                )
+        self._shared.clear()
         if torch.is_grad_enabled():
             return  # a graph keeps what it needs, and the model does not see it
         for name in [name for name, original in self._kept if original() is not None]:
@@ -858,6 +873,9 @@ class Intervention:
                 if point.is_at_input and fires(point, number=number):
                     value = tensor_at(point, argument_at(point, called, args, kwargs))
                     changed = self._changed(point, value, is_shared=True)
+                    if getattr(called, "inplace", False) is True and not point.is_gradient:
+                        # What it does, all are to see that hold the tensor itself.
+                        changed = value.copy_(changed)
                     args, kwargs = with_tensor_at(point, called, args, kwargs, changed)
             return args, kwargs
 
@@ -890,7 +908,10 @@ class Intervention:
             if not point.is_at_input:
                 self._kept.append((point.name, weakref.ref(value)))
             # A copy: a change may work in place, and others may hold the same tensor.
-            return self._apply(point, value.clone())
+            changed = self._apply(point, value.clone())
+            if is_shared and not changed.is_inference():
+                self._shared.append((point.name, changed, changed._version))
+            return changed
         if not torch.is_grad_enabled():
             return value
         into = point.layer if point.is_at_input else None

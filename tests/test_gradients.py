@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import embedx
 from embedx import models, store, table_data
-from embedx.errors import LayerError
+from embedx.errors import LayerError, StoreError
 from tests.test_hooks import n_hooks, network
 
 NETWORKS = [
@@ -931,3 +931,27 @@ def test_whole_numbers_in_a_column_are_numbers_of_classes(kind: str, tmp_path: P
     entered = described.normalize(torch.stack([described.pixels(one) for one in opened]))
     wanted = loss_gradients(model, entered, torch.arange(24) % 12).flatten(1)
     assert near(torch.tensor(run.embeddings["1:grad_input"][:]), wanted)
+
+
+def test_the_numbers_of_the_classes_are_part_of_a_run(tmp_path: Path) -> None:
+    class Named(Dataset[Any]):
+        def __init__(self, classes: list[str]) -> None:
+            self.classes = classes
+            self.targets = [classes.index("abc"[i % 3]) for i in range(24)]
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, i: int) -> Any:
+            return x[i], self.targets[i]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 4)).eval(), torch.randn(24, 6)
+    given: dict[str, Any] = {"layers": "0:grad_input", "objective": "loss"}
+    for place, classes in enumerate((["a", "b", "c", "new"], ["a", "b", "new", "c"])):
+        data = Named(classes)
+        run = embedx.extract(model, data, out=tmp_path / str(place), **given)
+        wanted = loss_gradients(model, x, torch.tensor(data.targets))
+        assert near(torch.tensor(run.embeddings["0:grad_input"][:]), wanted)
+    with pytest.raises(StoreError, match="label_numbers is"):
+        embedx.extract(model, data, out=tmp_path / "0", **given)

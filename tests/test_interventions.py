@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import embedx
+from embedx import models
 from embedx.ablations import Seen, as_ablations
-from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError
+from embedx.errors import ConfigError, EmbedxError, LayerError, ShapeError, StoreError
 from embedx.fingerprints import code_sha256
 from tests.test_gradients import InPlace, Net, X, Y, cut_after, near, net, weighted
 from tests.test_hooks import n_hooks
@@ -550,3 +551,33 @@ def test_a_copy_that_was_made_meanwhile_is_a_plain_model_afterwards(
     for one in (best, loaded):
         assert torch.equal(one(x), plain)
     assert code_sha256(best) == code_sha256(model)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_change_of_nothing_at_what_is_worked_on_in_place_changes_nothing_or_is_said(
+    grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    model = SeenByTwo("1e9").eval()
+    plain = model(x)
+    with torch.set_grad_enabled(grad), embedx.intervene(model, {"act:input": lambda t: t}):
+        assert torch.equal(model(x), plain)
+    assert not caplog.text
+    with torch.set_grad_enabled(grad), embedx.intervene(model, {"drop": lambda t: t}):
+        model(x)
+    assert "drop: another layer works in place on what is there, which is a copy" in caplog.text
+
+
+def test_which_layer_an_ablation_at_penultimate_means_is_part_of_the_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    x = torch.randn(8, 6)
+    ablate = [{"at": "penultimate", "units": [1], "by": "zero"}]
+    for layer in ("4:input", "2:input"):
+        model = dataclasses.replace(models.live(net.eval()), layer=layer)
+        run = embedx.extract(model, x, layers="4", ablate=ablate, out=tmp_path / layer[0])
+        with embedx.intervene(net, {layer: lambda t: t * torch.tensor([1, 0, 1, 1, 1.0])}):
+            wanted = net(x).detach()
+        assert near(torch.tensor(run.embeddings["4"][:]), wanted)
+    with pytest.raises(StoreError, match="ablate is"):
+        embedx.extract(model, x, layers="4", ablate=ablate, out=tmp_path / "4")
