@@ -253,7 +253,6 @@ def explain(
         "labels": None if source.labels is None else source.labels[chosen].tolist(),
         "label_names": list(source.label_names),
         "label_numbers": list(source.label_numbers or ()) if target == "label" else None,
-        "layer": described.layer,
         "default_dtype": str(torch.get_default_dtype()),
         "batch_size": None if fold.is_by_sample(described.module) else batch_size,
         "revision": saliency.SALIENCY_REVISION,
