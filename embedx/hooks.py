@@ -396,9 +396,16 @@ class Capture(Mapping[str, Tensor]):
             raise EndPass
 
     def _keep(self, point: Point, value: Tensor) -> None:
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise LayerError(
+                f"{point.name} runs within torch.func (vmap, grad or the like), where a tensor has "
+                "no values to keep; run the model outside of it"
+            )
         kept = self._reduced(point, value)
-        if kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            kept = kept.clone()  # the next layer may work in place on the original
+        # The next layer may work in place on the original. What is not dense has no one storage.
+        is_dense = value.layout == torch.strided and not value.is_nested
+        if not is_dense or kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            kept = kept.clone()
         self._own().tensors[point.name] = kept
 
     def _reduced(self, point: Point, value: Tensor) -> Tensor:
@@ -925,6 +932,8 @@ class Intervention:
         return value
 
     def _apply(self, point: Point, value: Tensor) -> Tensor:
+        if value.is_nested:
+            raise LayerError(f"{point.name} is a nested tensor; change what comes before it")
         shape = value.shape
         for change in self._changes[point]:
             changed = change(value)

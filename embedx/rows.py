@@ -66,10 +66,11 @@ class Rows:
             ShapeError: The pooling does not take its shape, or is not given or gives no dense
                 tensor.
         """
-        if activation.layout != torch.strided or activation.is_quantized or activation.is_nested:
+        is_dense = activation.layout == torch.strided and not activation.is_nested
+        if not is_dense or activation.is_quantized or activation.is_meta:
             raise ShapeError(
-                f"layer {point.name} gives a quantized, sparse or nested tensor; choose a layer "
-                "whose output is dense"
+                f"layer {point.name} gives a quantized, sparse or nested tensor, or one on meta; "
+                "choose a layer whose output is dense"
             )
         if point.name not in self._shapes:
             self._settle(point, activation)

@@ -5,6 +5,7 @@ import re
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -767,3 +768,46 @@ def test_torch_does_not_compile_what_captures(caplog: pytest.LogCaptureFixture) 
                 assert torch.equal(got["_orig_mod.0"], model._orig_mod[0](x))
     assert "embedx" not in str(torch._dynamo.utils.counters)
     assert "recompile_limit" not in caplog.text
+
+
+class GivesOdd(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.fc = kind, nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.fc(x)
+        if self.kind == "nested":
+            return torch.nested.nested_tensor(list(y.unbind()), layout=torch.jagged)
+        return {"sparse": y.to_sparse, "csr": y.to_sparse_csr}[self.kind]()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sparse", "csr", "nested"])
+def test_what_is_not_dense_is_kept_as_it_is(kind: str) -> None:
+    model, x = nn.Sequential(GivesOdd(kind)), torch.ones(3, 6)
+    with torch.no_grad(), embedx.capture(model, "0") as got:
+        given = model(x)
+    assert type(got["0"]) is type(given)
+    kept, wanted = (
+        torch.stack(list(one.unbind())) if kind == "nested" else one.to_dense()
+        for one in (got["0"], given)
+    )
+    assert torch.equal(kept, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_nested_tensor_is_not_changed() -> None:
+    model = nn.Sequential(GivesOdd("nested"))
+    with (
+        pytest.raises(LayerError, match="0 is a nested tensor"),
+        torch.no_grad(),
+        embedx.intervene(model, {"0": lambda t: t}),
+    ):
+        model(torch.ones(3, 6))
+
+
+def test_a_pass_within_vmap_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    with pytest.raises(LayerError, match=r"runs within torch\.func"), embedx.capture(model, "0"):
+        torch.func.vmap(model)(torch.ones(3, 6))
