@@ -357,7 +357,21 @@ def may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None 
     proportion = math.log(picture[0] / picture[1])
     off_first = abs(math.log(second / last) - proportion)
     off_last = abs(math.log(first / second) - proportion)
-    return off_last <= off_first
+    if off_last <= off_first:
+        return True
+    # A size that is no multiple of the stride is rounded: what is nearer may be so by that alone.
+    is_exact = picture[0] * last == picture[1] * second and picture[0] % second == 0
+    return not is_exact and _is_rounded((first, second), picture)
+
+
+def _is_rounded(size: tuple[int, int], picture: tuple[int, int]) -> bool:
+    """Whether one stride makes a map of this size of the picture, but for one row or column."""
+    least = builtins.max(whole / (part + 1) for whole, part in zip(picture, size, strict=True))
+    most = builtins.min(
+        whole / (part - 1) if part > 1 else math.inf
+        for whole, part in zip(picture, size, strict=True)
+    )
+    return least < most
 
 
 def choose(

@@ -203,3 +203,25 @@ def test_padding_is_left_out_of_the_mean_whatever_it_holds() -> None:
     assert pooling.choose(tokens, tokens="cls", is_masked=True) == "cls"
     half = torch.full((1, 512, 2), 200.0).half()  # whose sum is above what half precision holds
     assert pooling.mean_token(half, mask=torch.ones(1, 512)).tolist() == [[200.0, 200.0]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "picture", "may_be_last"),
+    [
+        ((23, 48, 96), (95, 192), True),  # swin_t: maps of 23 x 48, or 23 channels of 48 x 96
+        ((24, 48, 96), (95, 192), True),
+        ((24, 47, 96), (95, 190), True),
+        ((96, 24, 48), (96, 192), False),
+        ((64, 56, 56), (224, 224), False),
+        ((6, 7, 7), (224, 224), False),  # 7 is a whole part of the picture, and 6 is none
+        ((32, 26, 26), (28, 28), False),
+        ((256, 13, 13), (224, 224), False),
+        ((512, 1, 1), (32, 32), False),
+        ((8, 1, 1), (32, 32), False),
+    ],
+)
+def test_a_map_that_is_nearer_the_picture_by_rounding_alone_is_asked_about(
+    shape: tuple[int, ...], picture: tuple[int, int], may_be_last: bool
+) -> None:
+    found = pooling.may_be_channels_last(torch.zeros(2, *shape), picture=picture)
+    assert found == may_be_last
