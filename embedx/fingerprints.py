@@ -460,7 +460,10 @@ def _content(value: Any) -> list[Any] | None:
     if isinstance(value, threading.local):
         return [vars(value)]
     if isinstance(value, contextvars.ContextVar):
-        return [value.get(None)]
+        try:
+            return [value.get()]  # its default, if it has one
+        except LookupError:
+            return []
     if isinstance(value, memoryview):
         return [value.format, value.shape, value.tobytes()]
     if isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):

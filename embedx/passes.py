@@ -231,7 +231,13 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
         try:
             gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
             with torch.random.fork_rng(devices=gpus):
-                module.eval()
+                try:
+                    module.eval()
+                except NotImplementedError as error:  # as of what torch.export gives
+                    raise ModelError(
+                        f"{title} has no eval mode ({first_line(error)}); give the module that it "
+                        "was made from"
+                    ) from error
                 started = [child.training for child, _ in modes]
                 if any(started):
                     log.warning(

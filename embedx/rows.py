@@ -161,7 +161,7 @@ class Rows:
             field = store.embeddings_field(
                 point.name, n_features=rows.shape[1], dtype=self._dtype, attrs={}
             )
-            with np.errstate(over="ignore"):  # overflow makes the row a failed one
+            with np.errstate(all="ignore"):  # overflow makes the row a failed one
                 arrays[field.name] = values.astype(self._dtype, copy=False)
             if self._dtype == np.float16 and point.name not in self._vanished:
                 is_lost = values.any(axis=1) & ~arrays[field.name].any(axis=1)

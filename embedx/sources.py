@@ -611,6 +611,10 @@ def seed_random(seed: int) -> None:
     """Let torch (on the CPU), NumPy and Python draw from a seed below 2**32."""
     for _, _, put in _generators():
         put(seed % 2**32)
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    worker = None if torch_data is None else torch_data.get_worker_info()
+    if worker is not None:  # from which code may seed a generator of its own
+        object.__setattr__(worker, "seed", seed)
 
 
 @contextlib.contextmanager

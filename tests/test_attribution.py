@@ -1,6 +1,7 @@
 """Rows that would be wrong, or another run's, without a word: refused, said, or made right."""
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -1426,3 +1427,46 @@ def test_items_that_hang_on_the_seed_of_torch_are_seeded_by_their_row(
     torch.manual_seed(12)
     again = embedx.extract(linear(6, 5), BySeed(), out=tmp_path / "cut", num_workers=2, **given)
     assert again.path.read_bytes() == whole.path.read_bytes()
+
+
+class ByWorkerSeed(BySeed):
+    """The same with the seed that torch gives each worker."""
+
+    def __getitem__(self, i: int) -> Tensor:
+        worker = torch.utils.data.get_worker_info()
+        seed = 0 if worker is None else worker.seed
+        drawn = np.random.default_rng((seed + i) % 2**32).normal(size=6)
+        return torch.full((6,), float(i)) + torch.from_numpy(drawn).float()
+
+
+def test_items_that_hang_on_the_seed_of_a_worker_are_seeded_by_their_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"layers": "0", "batch_size": 8, "num_workers": 2}
+    torch.manual_seed(11)
+    whole = embedx.extract(linear(6, 5), ByWorkerSeed(), out=tmp_path / "whole", **given)
+    with cut_after(16, monkeypatch), pytest.raises(KeyboardInterrupt):
+        embedx.extract(linear(6, 5), ByWorkerSeed(), out=tmp_path / "cut", **given)
+    torch.manual_seed(12)
+    again = embedx.extract(linear(6, 5), ByWorkerSeed(), out=tmp_path / "cut", **given)
+    assert again.path.read_bytes() == whole.path.read_bytes()
+
+
+def test_the_default_of_a_context_variable_is_what_it_holds() -> None:
+    one, other = (contextvars.ContextVar("factor", default=value) for value in (1.0, 2.0))
+    assert value_sha256(one) != value_sha256(other)
+    assert value_sha256(contextvars.ContextVar("factor")) != value_sha256(one)
+
+
+def test_what_has_no_eval_mode_is_refused_in_words(tmp_path: Path) -> None:
+    exported = torch.export.export(linear(6, 5), (noise(4, 6),)).module()
+    with pytest.raises(ModelError, match="has no eval mode"):
+        embedx.extract(exported, noise(4, 6), layers="0", out=tmp_path)
+
+
+def test_numbers_that_vanish_in_float16_are_no_error_of_numpy(tmp_path: Path) -> None:
+    with np.errstate(all="raise"):
+        run = embedx.extract(
+            linear(6, 5), noise(4, 6) * 1e-9, layers="0:input", dtype="float16", out=tmp_path
+        )
+    assert not run.embeddings["0:input"][:].any()
