@@ -476,7 +476,7 @@ def test_wrong_parts_are_refused_in_one_line_and_leave_nothing(tmp_path: Path) -
         ({"part": "1", "n_parts": 3}, "part must be a whole number"),
         (
             {"part": 1, "n_parts": 3, "overwrite": True},
-            "overwrite=true has no use with part=1, fo",
+            r"just made cannot be told apart; remove .*run before",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
