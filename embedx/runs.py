@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -602,6 +602,7 @@ def _run_elsewhere(
     readers: dict[int, store.PartReader] = {}
     counted: dict[int, int] = {}
     looked = time.monotonic()
+    silent = _Silent(engine.silent_after_s)
     with (
         _stop_on_signal() as stop,
         Progress(
@@ -612,7 +613,7 @@ def _run_elsewhere(
         ) as progress,
     ):
 
-        def tick(running: Collection[int]) -> None:
+        def tick(running: Mapping[int, str]) -> None:
             nonlocal looked
             if stop.number:
                 raise Interrupted(
@@ -621,7 +622,7 @@ def _run_elsewhere(
                     "are kept; run the same command again to go on",
                     signal_number=stop.number,
                 )
-            if not is_known or time.monotonic() - looked < _LOOK_S:
+            if time.monotonic() - looked < _LOOK_S:
                 return
             looked = time.monotonic()
             for number in running:
@@ -630,12 +631,16 @@ def _run_elsewhere(
                     more = reader.read().rows_done - counted.get(number, 0)
                     if more > 0:
                         counted[number] = counted.get(number, 0) + more
-                        progress.advance(more)
+                        if is_known:
+                            progress.advance(more)
+            rows = {number: counted.get(number, 0) for number in running} or {_NOBODY: 0}
+            for number, seconds in silent.look(rows).items():
+                _say_silent(made, number, seconds, rows=rows[number], who=running.get(number, ""))
 
         def ended(number: int) -> None:
             readers.pop(number, None)
             before = counted.pop(number, 0)
-            if made.add(number):  # else it has no row, or no good one
+            if made.add(number):  # else it has no good row
                 progress.advance(made.sizes[number] - before if is_known else 1)
 
         failed = engine.run(
@@ -660,6 +665,60 @@ def _run_elsewhere(
 
 
 _LOOK_S = 0.5
+_NOBODY = -1  # in the place of a part's number, where none is under way
+
+
+class _Silent:
+    """Which parts have had no new row for long: each is told once, and again at doubling times.
+
+    Args:
+        after_s: How long the first time is.
+        clock: Seconds.
+    """
+
+    def __init__(self, after_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after_s = after_s
+        self._clock = clock
+        self._seen: dict[int, tuple[int, float, float]] = {}  # rows, since when, told after
+
+    def look(self, rows: Mapping[int, int]) -> dict[int, float]:
+        """For how many seconds parts have had none, of which it is to be told now.
+
+        Args:
+            rows: How many each of the parts under way has.
+        """
+        now = self._clock()
+        told: dict[int, float] = {}
+        seen = self._seen
+        self._seen = {}
+        for number, n in rows.items():
+            before, since, after = seen.get(number, (-1, now, self._after_s))
+            if n != before:
+                since, after = now, self._after_s
+            elif now - since >= after:
+                told[number] = now - since
+                after = 2 * told[number]
+            self._seen[number] = n, since, after
+        return told
+
+
+def _say_silent(made: PartsFound, number: int, seconds: float, *, rows: int, who: str) -> None:
+    long = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if number == _NOBODY:
+        log.warning(
+            "no worker has begun a part for %s: they wait for a place, as there is none on the "
+            "cluster; Ctrl-C ends this, and what is made is kept",
+            long,
+        )
+        return
+    log.warning(
+        "%s has had no new row for %s (%s so far), in %s: it may be slow, and is waited for; if it "
+        "hangs, kill -9 that process, and the part is tried again",
+        made.title(number),
+        long,
+        f"{rows:,}",
+        who,
+    )
 
 
 def run_part(
