@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import io
 import itertools
@@ -132,17 +133,43 @@ def encode_texts(values: Sequence[str], *, what: str, most_bytes: int = ID_BYTES
     Raises:
         StoreError: One is longer than ``most_bytes`` or holds a NUL character.
     """
-    encoded = [value.encode("utf-8", "backslashreplace") for value in values]
-    for value, data in zip(values, encoded, strict=True):
-        if len(data) > most_bytes:
+    width = 1
+    for value in values:
+        size = len(value) if value.isascii() else len(value.encode("utf-8", "backslashreplace"))
+        if size > most_bytes:
             raise StoreError(
-                f"{what} {value[:60]!r}... has {len(data)} bytes, and at most {most_bytes} "
+                f"{what} {value[:60]!r}... has {size} bytes, and at most {most_bytes} "
                 "are stored; shorten it"
             )
-        if b"\0" in data:
+        if "\0" in value:
             raise StoreError(f"{what} {value[:60]!r} holds a NUL character; rename it")
-    width = max((len(data) for data in encoded), default=0)
-    return np.array(encoded, dtype=f"S{max(width, 1)}")
+        width = max(width, size)
+    # By blocks: as objects, all of them would take twice the room of the texts themselves.
+    encoded = np.empty(len(values), dtype=f"S{width}")
+    for start in range(0, len(values), _TEXTS):
+        block = values[start : start + _TEXTS]
+        encoded[start : start + _TEXTS] = [v.encode("utf-8", "backslashreplace") for v in block]
+    return encoded
+
+
+def _are_unique(encoded: Array) -> bool:
+    """Whether no two of n texts are the same, told in 16 bytes each.
+
+    Args:
+        encoded: As :func:`encode_texts` gives them.
+    """
+    hashes = np.empty(len(encoded), np.int64)
+    for start in range(0, len(encoded), _TEXTS):
+        hashes[start : start + _TEXTS] = [hash(v) for v in encoded[start : start + _TEXTS].tolist()]
+    ordered = np.sort(hashes)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if not len(twice):
+        return True
+    alike = encoded[np.isin(hashes, twice)].tolist()  # two texts may have one hash
+    return len(set(alike)) == len(alike)
+
+
+_TEXTS = 8192
 
 
 def _decode(values: Array) -> list[str]:
@@ -1005,7 +1032,7 @@ def create(
     column_attrs: dict[str, dict[str, Any]] = {}
     if ids is not None:
         columns["ids"] = encode_texts(ids, what="the id")
-        if len(np.unique(columns["ids"])) != len(ids):
+        if not _are_unique(columns["ids"]):
             raise StoreError("two ids are the same; make every id unique")
         n_rows = len(ids)
     assert n_rows is not None
@@ -1645,7 +1672,6 @@ class Embeddings:
         complete: Whether every row was written; False for a ``.partial`` file.
         size_bytes: Of the file when it was opened.
         n_rows: Committed rows n; equals the number of samples once complete.
-        ids: n unique texts, row by row.
         status: Shape ``(n,)`` uint8 of :class:`Status`.
         labels: Shape ``(n,)`` int32, -1 for none, or None where the data has no labels.
         label_names: Names that ``labels`` counts through; empty where each number is its own name.
@@ -1680,7 +1706,7 @@ class Embeddings:
                     f"{partial_path(path).name} as before, and go on with the same command"
                 )
             done = slice(0, self.n_rows)
-            self.ids = _decode(skeleton.map("ids")[done])
+            self._encoded_ids = skeleton.map("ids")[done]
             self.status = np.array(skeleton.map("status")[done])
             self.labels: Array | None = None
             self.label_names: list[str] = []
@@ -1729,8 +1755,13 @@ class Embeddings:
         self.thumbnails = streamed.get("thumbnails")
         if not self.embeddings:
             raise StoreError(f"{self.path} holds no embeddings; make it anew")
-        if len(set(self.ids)) != len(self.ids):
+        if not _are_unique(self._encoded_ids):
             raise StoreError(f"{self.path} is damaged: ids come twice; make it anew")
+
+    @functools.cached_property
+    def ids(self) -> list[str]:
+        """Those of all rows, n unique texts; made when first asked for."""
+        return _decode(self._encoded_ids)
 
     def __repr__(self) -> str:
         points = ", ".join(f"{name} {rows.shape}" for name, rows in self.embeddings.items())
@@ -2081,9 +2112,9 @@ class Parts(Embeddings):
         self.complete = True
         self.n_parts = found.n
         self.size_bytes = 0
-        self.ids = []
         self._files: list[tuple[Path, _Stamp]] = []
         sizes: list[int] = []
+        ids: list[Array] = []
         status: list[Array] = []
         labels: list[Array] = []
         texts: list[str] = []
@@ -2098,7 +2129,7 @@ class Parts(Embeddings):
             first = first or part
             self._files.append((file, stamp))
             self.size_bytes += part.size_bytes
-            self.ids += part.ids
+            ids.append(part._encoded_ids)
             sizes.append(part.n_rows)
             status.append(part.status)
             labels += [] if part.labels is None else [part.labels]
@@ -2117,6 +2148,7 @@ class Parts(Embeddings):
         self.n_rows = sum(sizes)
         self.attrs = {**own, "id": found.of, "n_rows": self.n_rows}
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        self._encoded_ids = np.concatenate(ids)
         self.status = np.concatenate(status)
         self.labels, self.label_names = None, []
         if found.kind == "shard" and "labels" not in numbers:
