@@ -174,9 +174,10 @@ class Stacked:
         return bisect.bisect_right(self._starts, row) - 1
 
     def _piece(self, number: int) -> Array:
-        if self._opened is None or self._opened[0] != number:
-            self._opened = number, self._pieces[number]()
-        return self._opened[1]
+        opened = self._opened  # another thread may put another one there meanwhile
+        if opened is None or opened[0] != number:
+            self._opened = opened = number, self._pieces[number]()
+        return opened[1]
 
     def _between(self, start: int, stop: int, rest: tuple[Any, ...]) -> Array:
         """Rows that follow on each other; of one array alone no copy is made."""

@@ -74,6 +74,26 @@ def test_stacked_arrays_are_one_array_to_numpy() -> None:
     np.testing.assert_array_equal(Matrix(flat, np.array([9, 3]))[0:2], flat[[9, 3]])  # type: ignore[arg-type]
 
 
+class Shared(Stacked):
+    """Another thread reads its first array again and again."""
+
+    @property
+    def _opened(self) -> tuple[int, Array]:
+        return 0, self._pieces[0]()
+
+    @_opened.setter
+    def _opened(self, _: Any) -> None:
+        pass
+
+
+def test_stacked_arrays_are_read_by_several_threads_at_once() -> None:
+    rows = Shared(
+        [lambda: VALUES[:4], lambda: VALUES[4:]], [4, 7], shape=(4, 3), dtype=VALUES.dtype
+    )
+    for row in (1, 5, 2, 9):
+        np.testing.assert_array_equal(rows[row], VALUES[row])
+
+
 def test_what_stacked_arrays_do_not_have_is_refused_in_one_line() -> None:
     rows = stacked(VALUES, [4])
     for which in (11, -12, [3, 11]):
