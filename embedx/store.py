@@ -1331,6 +1331,7 @@ class _Skeleton:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._checked: dict[str, h5py.Dataset] = {}
         try:
             about = path.stat()
             magic = b""
@@ -1505,6 +1506,11 @@ class _Skeleton:
         return node
 
     def _dataset(self, name: str) -> h5py.Dataset:
+        if name not in self._checked:
+            self._checked[name] = self._check(name)
+        return self._checked[name]
+
+    def _check(self, name: str) -> h5py.Dataset:
         dataset = self._link(name)
         if not isinstance(dataset, h5py.Dataset):
             raise self._foreign(f"the dataset {name} is missing")
