@@ -92,6 +92,12 @@ def from_values(values: Sequence[Any]) -> Column | None:
     return ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
 
 
+def numbers_first(label: str) -> tuple[int, int, str]:
+    """A key to sort labels by that are texts: whole numbers by size, then all others."""
+    is_number = label.isascii() and label.isdecimal() and len(label) < 19
+    return (0, int(label), label) if is_number else (1, 0, label)
+
+
 def concatenated(parts: Sequence[tuple[int, Column | None]]) -> Column:
     """Columns of one name one after the other.
 

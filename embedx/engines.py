@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from embedx.errors import (
@@ -80,6 +80,7 @@ def processes(
     workers: int | Literal["auto"] = "auto",
     threads: int | Literal["auto"] = "auto",
     tries: int = 3,
+    silent_after_s: int | float = 600,
 ) -> "Pool":
     """Worker processes on this machine, one a GPU where there are several.
 
@@ -87,12 +88,15 @@ def processes(
         workers: How many; ``auto`` is one a GPU, else one a processor, at most 16.
         threads: Of each on the processors; ``auto`` shares them out.
         tries: How often a part is begun before it is given up.
+        silent_after_s: Seconds without a new row after which a part is named in a log line, and
+            again after twice as many; it is waited for all the same.
 
     Raises:
-        ConfigError: A number is below 1.
+        ConfigError: A number is out of its range.
     """
     _require_positive(workers=workers, threads=threads, tries=tries)
-    return _Processes(workers=workers, threads=threads, tries=tries)
+    pool = _Processes(workers=workers, threads=threads, tries=tries)
+    return pool.saying_silence(silent_after_s)
 
 
 def ray(
@@ -102,6 +106,7 @@ def ray(
     threads: int | Literal["auto"] = "auto",
     gpus: int | float | Literal["auto"] = "auto",
     tries: int = 3,
+    silent_after_s: int | float = 600,
 ) -> "Pool":
     """Workers of a Ray cluster; data and outputs lie where all its machines see them by one path.
 
@@ -112,6 +117,8 @@ def ray(
         threads: Processors of each; ``auto`` is 1, or what there is for each GPU.
         gpus: GPUs of each, also a part of one; ``auto`` is 1 where the cluster has any.
         tries: How often a part is begun before it is given up.
+        silent_after_s: Seconds without a new row after which a part is named in a log line, and
+            again after twice as many; it is waited for all the same.
 
     Raises:
         ConfigError: A number is out of its range, or the address is none.
@@ -126,7 +133,8 @@ def ray(
         import ray as _  # noqa: F401
     except ImportError:
         raise missing_extra("ray", extra="ray", needed_for="engine=ray") from None
-    return _Ray(address=address, workers=workers, threads=threads, gpus=gpus, tries=tries)
+    pool = _Ray(address=address, workers=workers, threads=threads, gpus=gpus, tries=tries)
+    return pool.saying_silence(silent_after_s)
 
 
 def _require_positive(**given: int | str) -> None:
@@ -167,10 +175,12 @@ class Worker(abc.ABC):
 
     Attributes:
         part: The one under way.
+        name: Who it is, to find it: a process and its machine.
         heard: A descriptor that can be read when there is something to poll for; -1 for none.
     """
 
     part: int | None = None
+    name: str = ""
     heard: int = -1
 
     def is_there(self) -> bool:
@@ -208,6 +218,17 @@ class Pool(Engine):
         self._about: dict[str, Any] = {}
         self._said: set[str] = set()
 
+    def saying_silence(self, after_s: float) -> "Pool":
+        """The same, with a limit of its own.
+
+        Raises:
+            ConfigError: It is no time.
+        """
+        if not after_s > 0:
+            raise ConfigError(f"engine.silent_after_s must be more than 0 seconds, not {after_s}")
+        self.silent_after_s = float(after_s)
+        return self
+
     @abc.abstractmethod
     def _started(self) -> contextlib.AbstractContextManager[Callable[[int], Worker]]:
         """What starts a worker in a place, 0 to ``n_workers`` - 1, while the block lasts."""
@@ -218,7 +239,7 @@ class Pool(Engine):
         *,
         about: dict[str, Any],
         ended: Callable[[int], None],
-        tick: Callable[[Collection[int]], None],
+        tick: Callable[[Mapping[int, str]], None],
     ) -> dict[int, str]:
         waiting = collections.deque(parts)
         n_begun: collections.Counter[int] = collections.Counter()
@@ -264,7 +285,7 @@ class Pool(Engine):
                             log.warning("part %s is tried again: %s", part, answer.reason)
                             waiting.append(part)  # after the others: it may be what is wrong
                     busy = [worker for worker in places if worker and worker.part is not None]
-                    tick([worker.part for worker in busy if worker.part is not None])
+                    tick({w.part: w.name for w in busy if w.part is not None})
                     _wait(busy)
             finally:
                 _end([worker for worker in places if worker is not None])
@@ -381,6 +402,7 @@ class Process(Worker):
             os.close(mouth)
         os.set_blocking(heard, False)
         self.heard = heard
+        self.name = f"process {self._process.pid} on {socket.gethostname()}"
         self._text = b""
         self._tell({"function": task.function, "settings": task.settings, "about": about})
 
@@ -658,6 +680,9 @@ class _Place:
         self._lines: list[str] = []
         self._process = Process(task, about, threads=threads, env=env, say=self._lines.append)
 
+    def name(self) -> str:
+        return self._process.name
+
     def make(self, part: int) -> tuple[list[str], Answer]:
         self._process.send(part)
         while (answer := self._process.poll()) is None:
@@ -671,12 +696,16 @@ class _RayWorker(Worker):
         self._actor = actor
         self._say = say
         self._answer: Any = None
-        self._ready = actor.__ray_ready__.remote()
+        self._named = actor.name.remote()
 
     def is_there(self) -> bool:
         import ray
 
-        return bool(ray.wait([self._ready], timeout=0)[0])
+        if not ray.wait([self._named], timeout=0)[0]:
+            return False
+        with contextlib.suppress(ray.exceptions.RayError):  # it is gone, as poll will say
+            self.name = ray.get(self._named)
+        return True
 
     def send(self, part: int) -> None:
         self._answer = self._actor.make.remote(part)

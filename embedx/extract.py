@@ -113,7 +113,8 @@ def extract(
         on_error: ``skip`` marks a sample that cannot be read as failed, ``raise`` stops at it.
         out: Folder for ``embeddings.h5``; one below ``outputs``, named after model and data, where
             not given.
-        overwrite: Replace what another run left in ``out``, and all that was derived from it.
+        overwrite: Replace what another run left in ``out``, and all that was derived from it; not
+            beside ``part``, where that could be what another job has just made.
         preprocess: For pictures into a live network, or in the place of a Model's own; tensors
             enter unchanged without it.
         labels: For data that has none of its own, n of any kind.
@@ -144,7 +145,7 @@ def extract(
         raise ConfigError(f"batch_size must be at least 1 (and below 2**31), not {batch_size}")
     if isinstance(num_workers, int) and num_workers < 0:
         raise ConfigError(f"num_workers must be at least 0, not {num_workers}")
-    _check_parts(n_parts, part, engine, overwrite=overwrite)
+    _check_parts(n_parts, part, engine, out=out, overwrite=overwrite)
     if not 0 <= thumbnails <= 512:
         raise ConfigError(f"thumbnails must be 0 to 512 px, not {thumbnails}")
     described = as_model(model, preprocess=preprocess)
@@ -430,7 +431,12 @@ def _short(value: Any) -> str:
 
 
 def _check_parts(
-    n_parts: int | None, part: int | None, engine: Engine | Feed | None, *, overwrite: bool
+    n_parts: int | None,
+    part: int | None,
+    engine: Engine | Feed | None,
+    *,
+    out: str | os.PathLike[str] | None,
+    overwrite: bool,
 ) -> None:
     """Refuse parts that cannot be.
 
@@ -452,8 +458,9 @@ def _check_parts(
         )
     if overwrite:
         raise ConfigError(
-            f"overwrite=true has no use with part={part}, for other parts may be under way: remove "
-            "the folder of the old run first, or choose another name"
+            f"overwrite=true beside part={part}: a part of the old run and one that another job "
+            f"has just made cannot be told apart; remove {out or 'the folder of the old run'} "
+            "before the first job, or choose another name"
         )
 
 

@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,18 +147,47 @@ def with_poolings_of(plan: Plan, fields: Sequence[Field]) -> Plan:
 
 
 def _columns_sha256(source: Source) -> str:
-    """SHA-256 of what the file keeps of the samples beside what the model makes of them."""
-    labels: Any = None if source.labels is None else source.labels.tolist()
+    """SHA-256 of what the file keeps of the samples beside what the model makes of them.
+
+    It is that of the JSON of ids, labels, names of labels and metadata, of which some rows at a
+    time are made: the whole text would take more room than the ids.
+    """
+    digest = hashlib.sha256()
+
+    def add(values: Iterable[Any]) -> None:
+        values, before = iter(values), "["
+        while block := list(itertools.islice(values, _HASHED_ROWS)):
+            digest.update((before + json.dumps(block)[1:-1]).encode())
+            before = ", "
+        digest.update(b"[]" if before == "[" else b"]")
+
+    digest.update(b"[")
+    add(source.ids)
+    digest.update(b", ")
+    labels = source.labels
     if source.labels_in_items:
-        labels = "in the items"
-    metadata = {
-        name: [_kind_of(column), *map(str, column)] for name, column in source.metadata.items()
-    }
-    columns = [list(source.ids), labels, list(source.label_names), metadata]
-    return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
+        digest.update(b'"in the items"')
+    elif labels is None:
+        digest.update(b"null")
+    else:
+        starts = range(0, len(labels), _HASHED_ROWS)
+        add(v for start in starts for v in labels[start : start + _HASHED_ROWS].tolist())
+    digest.update(b", ")
+    add(source.label_names)
+    digest.update(b", {")
+    for i, (name, column) in enumerate(source.metadata.items()):
+        digest.update(f"{', ' if i else ''}{json.dumps(name)}: ".encode())
+        add(itertools.chain([_kind_of(column)], map(str, column)))
+    digest.update(b"}]")
+    return digest.hexdigest()
+
+
+_HASHED_ROWS = 65_536
 
 
 def _kind_of(column: Any) -> str:
+    if isinstance(column, list) and column and all(isinstance(v, str) for v in column):
+        return "texts"  # an array of them would take four times the room of the longest in each row
     dtype = np.asarray(column).dtype
     return "texts" if dtype.kind in "OU" else str(dtype)
 

@@ -1,6 +1,7 @@
 """Rows that may be larger than memory, and samples of them."""
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,124 @@ class Matrix:
     def along(self, *, mean: Array, axes: Array) -> "Matrix":
         """The same rows in the coordinates of ``axes``, not read yet."""
         return Matrix(self._matrix, self._chosen, mean=mean, axes=axes)
+
+
+class Stacked:
+    """Arrays one below the other as one array, of which rows are read when they are asked for.
+
+    It is indexed as an array is, and gives arrays; ``numpy.asarray`` reads all of it.
+
+    Args:
+        pieces: Each opens an array ``(n_i, ...)``, such as a memory map. Called when rows of it are
+            wanted, so that not all of many files are open at once.
+        sizes: n_i of each.
+        shape: Of one row.
+        dtype: Of all.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Callable[[], Array]],
+        sizes: Sequence[int],
+        *,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> None:
+        self._pieces = pieces
+        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
+        self._opened: tuple[int, Array] | None = None  # the last one: rows are asked for in order
+        self.shape = (int(self._starts[-1]), *shape)
+        self.dtype = dtype
+        self.ndim = len(self.shape)
+        self.size = int(np.prod(self.shape, dtype=np.int64))
+        self.nbytes = self.size * dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<Stacked {self.shape} {self.dtype} of {len(self._pieces)} arrays>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"rows that are read where they are asked for have no {name!r}; take some of them, "
+            f"rows[:1000].{name}, or all of them into memory: numpy.asarray(rows).{name}"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(len(self._pieces)):
+            yield from self._piece(number)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self[:], dtype, copy=copy)
+
+    def __getitem__(self, which: Any) -> Any:
+        which = which if isinstance(which, tuple) else (which,)
+        rows, rest = (which[0], which[1:]) if which else (slice(None), ())
+        if rows is Ellipsis:
+            if sum(one is not None for one in rest) == self.ndim:  # it stands for nothing
+                return self[rest]
+            rows, rest = slice(None), which
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            if step == 1:
+                return self._between(start, max(start, stop), rest)
+            rows = np.arange(start, stop, step)
+            return self._at(rows)[(slice(None), *rest)]
+        if rows is None:
+            return self[slice(None)][which]
+        rows = np.asarray(rows)
+        if rows.dtype.kind == "b":
+            if rows.shape != self.shape[:1]:  # of numbers, or of no length that fits
+                return self[slice(None)][which]
+            rows = np.flatnonzero(rows)
+        elif rows.size == 0:
+            rows = rows.astype(np.intp)
+        if rows.dtype.kind not in "iu":
+            raise IndexError(f"rows are chosen by whole numbers or booleans, not {rows.dtype}")
+        at = np.where(rows < 0, rows + len(self), rows)
+        if ((at < 0) | (at >= len(self))).any():
+            raise IndexError(f"there is no such row among {len(self):,}")
+        if at.ndim == 0:
+            number = self._number_of(int(at))
+            return self._piece(number)[(int(at) - self._starts[number], *rest)]
+        values = self._at(at.reshape(-1))
+        if at.ndim == 1 and not rest:
+            return values
+        # Arrays among the others go along with that of the rows, element by element.
+        return values[(np.arange(at.size).reshape(at.shape), *rest)]
+
+    def _number_of(self, row: int) -> int:
+        return bisect.bisect_right(self._starts, row) - 1
+
+    def _piece(self, number: int) -> Array:
+        opened = self._opened  # another thread may put another one there meanwhile
+        if opened is None or opened[0] != number:
+            self._opened = opened = number, self._pieces[number]()
+        return opened[1]
+
+    def _between(self, start: int, stop: int, rest: tuple[Any, ...]) -> Array:
+        """Rows that follow on each other; of one array alone no copy is made."""
+        blocks = []
+        number = self._number_of(start) if start < stop else len(self._pieces)
+        while number < len(self._pieces) and self._starts[number] < stop:
+            before, after = self._starts[number : number + 2]
+            if before < after:
+                rows = slice(max(start, before) - before, min(stop, after) - before)
+                blocks.append(self._piece(number)[(rows, *rest)])
+            number += 1
+        if not blocks:
+            return np.empty((0, *self.shape[1:]), self.dtype)[(slice(None), *rest)]
+        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+    def _at(self, rows: Array) -> Array:
+        """Rows by their numbers, shape ``(k, ...)``."""
+        values = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            here = np.flatnonzero(numbers == number)
+            values[here] = self._piece(number)[rows[here] - self._starts[number]]
+        return values
 
 
 def stratified(n: int, most: int, labels: Array | None, *, seed: int) -> Array:

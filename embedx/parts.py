@@ -1,7 +1,7 @@
 """Files that are parts of one: rows in order, each part a whole embeddings file of its own."""
 
 import abc
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,14 @@ class Feed(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """What has parts made by other processes."""
+    """What has parts made by other processes.
+
+    Attributes:
+        silent_after_s: For how long a part may have no new row, or none be begun, before it is
+            said.
+    """
+
+    silent_after_s: float = 600.0
 
     @property
     @abc.abstractmethod
@@ -60,7 +67,7 @@ class Engine(abc.ABC):
         *,
         about: dict[str, Any],
         ended: Callable[[int], None],
-        tick: Callable[[Collection[int]], None],
+        tick: Callable[[Mapping[int, str]], None],
     ) -> dict[int, str]:
         """Have parts made, and leave no process behind, whatever happens.
 
@@ -68,7 +75,8 @@ class Engine(abc.ABC):
             parts: Their numbers.
             about: What a process has to know beside: ``n_parts``, ``file_id``, ``identity``.
             ended: Called with the number of each part that is made.
-            tick: Called now and then with the parts under way; what it raises ends the run.
+            tick: Called now and then with the parts under way, and who makes each; what it raises
+                ends the run.
 
         Returns:
             Why parts failed, by their number.

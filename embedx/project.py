@@ -538,7 +538,7 @@ def _parent_of(source: Projection) -> Embeddings:
     above = source.path.resolve().parent
     for folder in (above.parent, above):
         path = folder / store.EMBEDDINGS_NAME
-        if path.is_file():
+        if store.are_there(path):
             parent = store.open(path)
             if parent.attrs["id"] == source.attrs["parent"]:
                 return parent

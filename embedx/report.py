@@ -110,8 +110,7 @@ def write_report(
         _column(name, values, as_classes=number in (first, label))
         for number, (name, values) in enumerate(list(about_each.items())[2:])  # after row and id
     ]
-    failed_ids = {int(i): opened.ids[i] for i in np.flatnonzero(~opened.ok)}
-    failed = store.read_reasons(opened.path, ids=failed_ids)
+    failed = opened.reasons()
     data = {
         "rows": _numbers(rows, "<i4"),
         "ids": about_each["id"],

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 import torch.utils.data
 
 from embedx import sources, store
-from embedx.columns import concatenated
 from embedx.configs import settings_sha256
 from embedx.disk import replace_file, require_idle, writing_lock
 from embedx.errors import (
@@ -45,7 +44,7 @@ from embedx.parts import Engine, Feed, append_parts, part_rows
 from embedx.pictures import whole_pictures
 from embedx.progress import Progress
 from embedx.sources import Shards, Source
-from embedx.store import Embeddings, Field, Status
+from embedx.store import MADE_BY_FIRST, Embeddings, Field, PartKind, Parts, PartsFound, Status
 
 log = logging.getLogger("embedx")
 
@@ -115,10 +114,11 @@ def _begun_fields(*paths: Path) -> list[Field]:
 
 
 def _id_of(path: Path) -> str | None:
-    """The id of a file that is to be replaced; None of none, or of one that is damaged."""
-    if path.exists():
-        with contextlib.suppress(StoreError):  # nothing can be known to be made of it
-            return str(store.open(path).attrs["id"])
+    """The id of a file, or of its parts, that are to be replaced; None of a damaged one."""
+    if not path.exists():
+        return store.parts_id(path)
+    with contextlib.suppress(StoreError):  # nothing can be known to be made of it
+        return str(store.open(path).attrs["id"])
     return None
 
 
@@ -189,14 +189,14 @@ def _fill(
         The writer, which has the lock; where no row is good and ``fields`` are not given, the id of
         the first and why it failed.
     """
-    first_pass = attrs.get(_BY_FIRST, "" if fields is not None else None)
+    first_pass = attrs.get(MADE_BY_FIRST, "" if fields is not None else None)
     if overwrite:  # from the start: what is there may be of code that has changed unseen
         require_idle(path)
         writer = None
     else:
         if store.partial_path(path).exists():
             begun = store.Embeddings(store.partial_path(path))
-            first_pass = begun.attrs.get(_BY_FIRST, "")
+            first_pass = begun.attrs.get(MADE_BY_FIRST, "")
         expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
         writer = store.resume(path, expected=expected)
     n_rows, before = len(plan.rows), plan.rows.start  # rows of the file, and those before it
@@ -259,7 +259,7 @@ def _fill(
             if results is not None:
                 if first_pass is None:
                     first_pass = results.first_pass
-                    attrs = {**attrs, _BY_FIRST: first_pass} if first_pass else attrs
+                    attrs = {**attrs, MADE_BY_FIRST: first_pass} if first_pass else attrs
                 _require_same_first_pass(path, first_pass, results.first_pass)
             if not is_whole:
                 pass
@@ -291,9 +291,6 @@ def _fill(
         return _Filled(writer, progress.rate)
 
 
-_BY_FIRST = "made_by_first_pass"
-
-
 def _require_same_first_pass(path: Path, there: str, here: str) -> None:
     """Refuse to put rows beside those of a network that was another one.
 
@@ -317,11 +314,7 @@ class _RowCuts:
     n: int
     whole_id: str
     limit: None = None
-    unit: str = "part"
-
-    def title(self, number: int) -> str:
-        """What a file is called in messages."""
-        return f"part {number:,} of {self.n:,}"
+    unit: PartKind = "part"
 
     def rows(self, number: int) -> range:
         block = rows_together(self.plan.model, batch_size=self.plan.batch_size)
@@ -333,16 +326,14 @@ class _RowCuts:
         """What to do for a file."""
         return contextlib.nullcontext(dataclasses.replace(self.plan, rows=self.rows(number)))
 
-    def file_id(self, number: int, plan: Plan | None) -> str:
-        """The id of a file; of a shard None as long as it was not read."""
+    def file_id(self, number: int, plan: Plan) -> str:
+        """The id of a file, of which this is to be done."""
         rows = self.rows(number)
         return settings_sha256({"of": self.whole_id, "rows": [rows.start, rows.stop]})
 
-    def create(
-        self, path: Path, parts: Callable[[], Iterator[Embeddings]], attrs: Mapping[str, Any]
-    ) -> store.Writer:
+    def create(self, made: "_Made") -> store.Writer:
         """The file that the parts are joined into, at row 0."""
-        return _create(self.plan, path, next(parts()).fields, attrs, replace=True)
+        return _create(self.plan, made.path, next(made.opened()).fields, made.attrs, replace=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +342,7 @@ class _ShardCuts:
 
     plan: Plan
     shards: Shards
-    unit: str = "shard"
+    unit: PartKind = "shard"
 
     @property
     def n(self) -> int:
@@ -361,40 +352,24 @@ class _ShardCuts:
     def limit(self) -> int | None:
         return self.shards.limit
 
-    def title(self, number: int) -> str:
-        return f"shard {number + 1:,} of {self.n:,}"
-
     @contextlib.contextmanager
     def open(self, number: int, *, scratch: Path, most: int | None) -> Iterator[Plan]:
         with self.shards.read(number, scratch=scratch, most=most) as source:
             yield dataclasses.replace(self.plan, source=source, rows=range(len(source)))
 
-    def file_id(self, number: int, plan: Plan | None) -> str | None:
-        return None if plan is None else settings_sha256({**plan.identity(), "part": number})
+    def file_id(self, number: int, plan: Plan) -> str:
+        return settings_sha256({**plan.identity(), "part": number})
 
-    def create(
-        self, path: Path, parts: Callable[[], Iterator[Embeddings]], attrs: Mapping[str, Any]
-    ) -> store.Writer:
-        ids: list[str] = []
-        texts: list[str] = []
-        columns: list[tuple[int, dict[str, Any]]] = []
-        for part in parts():
-            ids += part.ids
-            texts += part.label_texts() or [""] * part.n_rows
-            columns.append((part.n_rows, part.metadata))
-        label_names = sorted(set(texts) - {""}, key=sources.numbers_first)
-        index = {"": -1, **{name: i for i, name in enumerate(label_names)}}
+    def create(self, made: "_Made") -> store.Writer:
+        whole = Parts(made.path, made)
         return store.create(
-            path,
-            ids=ids,
-            fields=next(parts()).fields,
-            attrs=attrs,
-            labels=np.array([index[text] for text in texts], np.int32) if label_names else None,
-            label_names=label_names,
-            metadata={
-                name: concatenated([(n_rows, column.get(name)) for n_rows, column in columns])
-                for name in dict.fromkeys(name for _, column in columns for name in column)
-            },
+            made.path,
+            ids=whole.ids,
+            fields=whole.fields,
+            attrs=made.attrs,
+            labels=None if "labels" in whole.streamed else whole.labels,
+            label_names=whole.label_names,
+            metadata=whole.metadata,
             replace=True,
         )
 
@@ -455,8 +430,8 @@ _PARTS_A_WORKER = 4  # so that the last one keeps few waiting
 _PART_ROWS = 65_536
 
 
-class _Made:
-    """Which parts of a run are made, and what all of them have in common.
+class _Made(PartsFound):
+    """Which parts of a run are made.
 
     Args:
         cuts: How it is cut.
@@ -472,92 +447,22 @@ class _Made:
     """
 
     def __init__(self, cuts: Cuts, path: Path, attrs: Mapping[str, Any]) -> None:
-        self.sizes: dict[int, int] = {}
+        super().__init__(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
         self.late: dict[int, str] = {}
         self.n_new = 0
         self._cuts = cuts
-        self._path = path
         self._attrs = attrs
-        self._first = cuts.n  # the lowest number of a part that is made, and what it says
-        self.fields: list[Field] | None = None
-        self._common: dict[str, Any] = {}
-        self._is_said = False
 
     @property
     def attrs(self) -> dict[str, Any]:
         """The root attributes of the whole: what the parts were made by is known of them."""
-        return {**self._attrs, **self._common}
+        return {**self._attrs, **self.common}
 
-    def add(self, number: int) -> bool:
-        """Look at the file of a part; whether it is there.
-
-        Raises:
-            StoreError: It is damaged, of another run, or was made otherwise than the others.
-        """
-        path = store.part_path(self._path, number)
-        if not path.exists():
-            return False
-        title = self._cuts.title(number)
-        anew = f"remove {path.parent} and run again, which makes it anew"
-        try:
-            found = store.PartReader(path).read()
-        except StoreError as error:
-            raise StoreError(f"{title} cannot be joined: {error}; {anew}") from error
-        attrs = found.attrs
-        if self._cuts.file_id(number, None) not in (None, attrs["id"]):
-            raise StoreError(f"{path} is not {title} of this run, it has other rows; {anew}")
-        if not found.is_complete:
-            raise StoreError(f"{title} cannot be joined: {path} is not complete; {anew}")
-        common = {key: attrs[key] for key in (*_MADE_BY, _BY_FIRST) if key in attrs}
-        if self.fields is not None:
-            self._require_alike(number, common, found.fields)
-        if number < self._first:
-            self._first, self._common, self.fields = number, common, found.fields
-        self.sizes[number] = found.rows_done
-        return True
-
-    def _require_alike(self, number: int, made_by: dict[str, Any], fields: list[Field]) -> None:
-        """Refuse parts that are not of one model on one kind of device; say what may be."""
-        one, other = self._cuts.title(self._first), self._cuts.title(number)
-        where = store.parts_folder(self._path)
-        for key in ("device", "batch_size"):
-            if made_by[key] != self._common[key]:
-                raise StoreError(
-                    f"{where}: {one} was made with {key}={self._common[key]} and {other} with "
-                    f"{key}={made_by[key]}; remove the one and make it again by the same"
-                )
-        if made_by.get(_BY_FIRST) != self._common.get(_BY_FIRST):
-            raise StoreError(
-                f"{where}: {one} and {other} are of a model that made itself something else in the "
-                "first pass of each (a layer, a centre), so their rows are those of two models; "
-                "run it without n_parts, or run the model once on one fixed example before"
-            )
-        assert self.fields is not None
-        for was, now in zip(self.fields, fields, strict=False):
-            if (was.name, was.shape, was.dtype) != (now.name, now.shape, now.dtype):
-                raise ShapeError(
-                    f"{now.name} has shape {now.shape} in {other} and {was.name} {was.shape} in "
-                    f"{one}; choose a pooling that gives one length, such as pooling=gap"
-                )
-            if was.attrs.get("pooling") != now.attrs.get("pooling"):
-                raise ShapeError(
-                    f"{now.name} is pooled by {now.attrs.get('pooling')} in {other} and by "
-                    f"{was.attrs.get('pooling')} in {one}, as the first rows of each meant "
-                    "pooling=auto; name the one that is meant"
-                )
-        was, now = (json.loads(one["environment"]) for one in (self._common, made_by))
-        if was != now and not self._is_said:
-            self._is_said = True
-            keys = [key for key in was if was[key] != now.get(key)]
-            log.warning(
-                "%s and %s were made with another %s (%s and %s): the rows agree within rounding, "
-                "and the file says the one of the first part",
-                one,
-                other,
-                ", ".join(keys),
-                ", ".join(str(was[key]) for key in keys),
-                ", ".join(str(now.get(key)) for key in keys),
-            )
+    def opened(self) -> Iterator[Embeddings]:
+        """The parts in order, one at a time: of many the files could not be open."""
+        for number in sorted(self.sizes):
+            if self.sizes[number]:
+                yield store.open(store.part_path(self.path, number))
 
     def make(
         self,
@@ -578,8 +483,8 @@ class _Made:
         Raises:
             Interrupted: A signal came when the part was complete.
         """
-        part, title = store.part_path(self._path, number), self._cuts.title(number)
-        scratch = store.parts_folder(self._path) / f"shard-{number}.tmp"
+        part, title = store.part_path(self.path, number), self.title(number)
+        scratch = store.parts_folder(self.path) / f"shard-{number}.tmp"
         with (
             self._cuts.open(number, scratch=scratch, most=most) as plan,
             _stop_on_signal() as stop,
@@ -593,15 +498,21 @@ class _Made:
                 log.info(note)
             self.sizes[number] = n_rows = len(plan.rows)
             if not n_rows:
+                store.note_empty_part(self.path, number)
                 return
             fields = None if alone else self.fields
-            common = {} if fields is None else self._common
+            common = {} if fields is None else self.common
             if number not in self.late:  # it says by itself what it is made by
-                common = {key: value for key, value in common.items() if key == _BY_FIRST}
+                common = {key: value for key, value in common.items() if key == MADE_BY_FIRST}
             filled = _fill(
                 plan,
                 part,
-                {**self._attrs, **common, "id": self._cuts.file_id(number, plan)},
+                {
+                    **self._attrs,
+                    **common,
+                    **self.about(number),
+                    "id": self._cuts.file_id(number, plan),
+                },
                 forward=forward,
                 stop=stop,
                 fields=fields,
@@ -622,9 +533,6 @@ class _Made:
         self.add(number)
 
 
-_MADE_BY = ("batch_size", "device", "environment")
-
-
 def run_parts(
     plan: Plan,
     cuts: Cuts,
@@ -642,8 +550,10 @@ def run_parts(
         stack.callback(_remove_if_empty, path.parent)
         stack.enter_context(writing_lock(path))
         if overwrite:
+            if not path.exists() and (was := store.parts_id(path)) is not None:
+                store.remove_derived(path.parent, was)  # of the parts: they were read as one
             store.remove_parts(path)
-        store.begin_parts(path, of=str(attrs["id"]), n=cuts.n)
+        store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
         stack.callback(store.end_parts, path)
         missing = [number for number in range(cuts.n) if not made.add(number)]
         if made.sizes:
@@ -674,7 +584,7 @@ def run_parts(
                 )
             for number in list(made.late):
                 made.make(number, forward=forward, most=made.sizes[number])
-    writer = _join(made, cuts, path, config=config)
+    writer = _join(made, cuts, config=config)
     seconds = time.monotonic() - started
     _report(plan, writer, path, seconds=seconds, rate=(n_rows - n_before) / max(seconds, 1e-9))
 
@@ -692,6 +602,7 @@ def _run_elsewhere(
     readers: dict[int, store.PartReader] = {}
     counted: dict[int, int] = {}
     looked = time.monotonic()
+    silent = _Silent(engine.silent_after_s)
     with (
         _stop_on_signal() as stop,
         Progress(
@@ -702,7 +613,7 @@ def _run_elsewhere(
         ) as progress,
     ):
 
-        def tick(running: Collection[int]) -> None:
+        def tick(running: Mapping[int, str]) -> None:
             nonlocal looked
             if stop.number:
                 raise Interrupted(
@@ -711,7 +622,7 @@ def _run_elsewhere(
                     "are kept; run the same command again to go on",
                     signal_number=stop.number,
                 )
-            if not is_known or time.monotonic() - looked < _LOOK_S:
+            if time.monotonic() - looked < _LOOK_S:
                 return
             looked = time.monotonic()
             for number in running:
@@ -720,12 +631,16 @@ def _run_elsewhere(
                     more = reader.read().rows_done - counted.get(number, 0)
                     if more > 0:
                         counted[number] = counted.get(number, 0) + more
-                        progress.advance(more)
+                        if is_known:
+                            progress.advance(more)
+            rows = {number: counted.get(number, 0) for number in running} or {_NOBODY: 0}
+            for number, seconds in silent.look(rows).items():
+                _say_silent(made, number, seconds, rows=rows[number], who=running.get(number, ""))
 
         def ended(number: int) -> None:
             readers.pop(number, None)
             before = counted.pop(number, 0)
-            if made.add(number):  # else it has no row, or no good one
+            if made.add(number):  # else it has no good row
                 progress.advance(made.sizes[number] - before if is_known else 1)
 
         failed = engine.run(
@@ -741,15 +656,69 @@ def _run_elsewhere(
     if failed:
         number, *others = sorted(failed)
         error = DataError(
-            f"{cuts.title(number)} failed: {failed[number]}; {len(made.sizes):,} of {cuts.n:,} are "
+            f"{made.title(number)} failed: {failed[number]}; {len(made.sizes):,} of {cuts.n:,} are "
             f"made and kept, run the same command again to try {len(failed):,} again"
         )
         if others:
-            error.add_note("\n".join(f"{cuts.title(one)}: {failed[one]}" for one in others))
+            error.add_note("\n".join(f"{made.title(one)}: {failed[one]}" for one in others))
         raise error
 
 
 _LOOK_S = 0.5
+_NOBODY = -1  # in the place of a part's number, where none is under way
+
+
+class _Silent:
+    """Which parts have had no new row for long: each is told once, and again at doubling times.
+
+    Args:
+        after_s: How long the first time is.
+        clock: Seconds.
+    """
+
+    def __init__(self, after_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after_s = after_s
+        self._clock = clock
+        self._seen: dict[int, tuple[int, float, float]] = {}  # rows, since when, told after
+
+    def look(self, rows: Mapping[int, int]) -> dict[int, float]:
+        """For how many seconds parts have had none, of which it is to be told now.
+
+        Args:
+            rows: How many each of the parts under way has.
+        """
+        now = self._clock()
+        told: dict[int, float] = {}
+        seen = self._seen
+        self._seen = {}
+        for number, n in rows.items():
+            before, since, after = seen.get(number, (-1, now, self._after_s))
+            if n != before:
+                since, after = now, self._after_s
+            elif now - since >= after:
+                told[number] = now - since
+                after = 2 * told[number]
+            self._seen[number] = n, since, after
+        return told
+
+
+def _say_silent(made: PartsFound, number: int, seconds: float, *, rows: int, who: str) -> None:
+    long = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if number == _NOBODY:
+        log.warning(
+            "no worker has begun a part for %s: they wait for a place, as there is none on the "
+            "cluster; Ctrl-C ends this, and what is made is kept",
+            long,
+        )
+        return
+    log.warning(
+        "%s has had no new row for %s (%s so far), in %s: it may be slow, and is waited for; if it "
+        "hangs, kill -9 that process, and the part is tried again",
+        made.title(number),
+        long,
+        f"{rows:,}",
+        who,
+    )
 
 
 def run_part(
@@ -767,7 +736,7 @@ def run_part(
         DataError: None of them has a good row.
     """
     started = time.monotonic()
-    store.begin_parts(path, of=str(attrs["id"]), n=cuts.n)
+    store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
     made = _Made(cuts, path, attrs)
     last: Path | None = None
     with contextlib.ExitStack() as stack:
@@ -802,18 +771,13 @@ def run_part(
     return last
 
 
-def _join(made: _Made, cuts: Cuts, path: Path, *, config: str) -> store.Writer:
+def _join(made: _Made, cuts: Cuts, *, config: str) -> store.Writer:
     """Make ``path`` of its parts, and take them away."""
-
-    def parts() -> Iterator[Embeddings]:  # one at a time: of many the files could not be open
-        for number in sorted(made.sizes):
-            if made.sizes[number]:
-                yield store.open(store.part_path(path, number))
-
-    replaced = _id_of(path)
-    writer = cuts.create(path, parts, made.attrs)
+    path = made.path
+    replaced = _id_of(path) if path.exists() else None  # what was made of the parts stays right
+    writer = cuts.create(made)
     with contextlib.closing(writer):
-        append_parts(writer, parts())
+        append_parts(writer, made.opened())
         _put_in_place(writer, config=config, replaced=replaced, overwrite=False)
     store.remove_parts(path)
     return writer

@@ -524,12 +524,6 @@ def require_text(found: str) -> str:
     return found
 
 
-def numbers_first(label: str) -> tuple[int, int, str]:
-    """A key to sort labels by that are texts: whole numbers by size, then all others."""
-    is_number = label.isascii() and label.isdecimal() and len(label) < 19
-    return (0, int(label), label) if is_number else (1, 0, label)
-
-
 def item_hash(data: bytes) -> int:
     """What an item is, in 64 bits: to name those that changed."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

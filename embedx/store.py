@@ -8,11 +8,14 @@ All that is not rows is guarded by a checksum behind the end of what HDF5 sees o
 ``docs/format.md`` specifies the layout; this is the only module that imports h5py.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -28,13 +31,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from embedx.checks import checked
+from embedx.columns import Column, concatenated, numbers_first
 from embedx.disk import (
     DISK,
     DiskIO,
@@ -47,7 +51,8 @@ from embedx.disk import (
     temporary,
     waiting_lock,
 )
-from embedx.errors import InUseError, StoreError, first_line, listed
+from embedx.errors import InUseError, ShapeError, StoreError, first_line, listed
+from embedx.matrix import Stacked
 
 if TYPE_CHECKING:
     import pandas
@@ -128,17 +133,43 @@ def encode_texts(values: Sequence[str], *, what: str, most_bytes: int = ID_BYTES
     Raises:
         StoreError: One is longer than ``most_bytes`` or holds a NUL character.
     """
-    encoded = [value.encode("utf-8", "backslashreplace") for value in values]
-    for value, data in zip(values, encoded, strict=True):
-        if len(data) > most_bytes:
+    width = 1
+    for value in values:
+        size = len(value) if value.isascii() else len(value.encode("utf-8", "backslashreplace"))
+        if size > most_bytes:
             raise StoreError(
-                f"{what} {value[:60]!r}... has {len(data)} bytes, and at most {most_bytes} "
+                f"{what} {value[:60]!r}... has {size} bytes, and at most {most_bytes} "
                 "are stored; shorten it"
             )
-        if b"\0" in data:
+        if "\0" in value:
             raise StoreError(f"{what} {value[:60]!r} holds a NUL character; rename it")
-    width = max((len(data) for data in encoded), default=0)
-    return np.array(encoded, dtype=f"S{max(width, 1)}")
+        width = max(width, size)
+    # By blocks: as objects, all of them would take twice the room of the texts themselves.
+    encoded = np.empty(len(values), dtype=f"S{width}")
+    for start in range(0, len(values), _TEXTS):
+        block = values[start : start + _TEXTS]
+        encoded[start : start + _TEXTS] = [v.encode("utf-8", "backslashreplace") for v in block]
+    return encoded
+
+
+def _are_unique(encoded: Array) -> bool:
+    """Whether no two of n texts are the same, told in 16 bytes each.
+
+    Args:
+        encoded: As :func:`encode_texts` gives them.
+    """
+    hashes = np.empty(len(encoded), np.int64)
+    for start in range(0, len(encoded), _TEXTS):
+        hashes[start : start + _TEXTS] = [hash(v) for v in encoded[start : start + _TEXTS].tolist()]
+    ordered = np.sort(hashes)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if not len(twice):
+        return True
+    alike = encoded[np.isin(hashes, twice)].tolist()  # two texts may have one hash
+    return len(set(alike)) == len(alike)
+
+
+_TEXTS = 8192
 
 
 def _decode(values: Array) -> list[str]:
@@ -767,9 +798,12 @@ def discard_partial(path: Path) -> None:
         raise disk_error(error, path, 0) from error
 
 
+_PARTS = ".parts"
+
+
 def parts_folder(path: Path) -> Path:
-    """Where the parts of a recording lie until they are joined."""
-    return path.with_name(path.name + ".parts")
+    """Where the parts of a recording or of a run lie until they are joined."""
+    return path.with_name(path.name + _PARTS)
 
 
 def remove_parts(path: Path, *, disk: DiskIO = DISK) -> None:
@@ -794,9 +828,11 @@ def _doomed_parts(path: Path) -> Path:
 
 
 _PARTS_MARK = "of.txt"
+_EMPTY_MARK = "empty.txt"
+PartKind = Literal["part", "shard"]
 
 
-def begin_parts(path: Path, *, of: str, n: int) -> None:
+def begin_parts(path: Path, *, of: str, n: int, kind: PartKind) -> None:
     """Make the folder for the parts of an extraction, or go on with it.
 
     Several processes may begin the parts of one file at once.
@@ -805,6 +841,7 @@ def begin_parts(path: Path, *, of: str, n: int) -> None:
         path: The file to be.
         of: Its id.
         n: How many parts there are.
+        kind: ``part`` where they are ranges of rows that are known, else ``shard``.
 
     Raises:
         StoreError: Parts of another run are there, or the disk refused.
@@ -815,8 +852,9 @@ def begin_parts(path: Path, *, of: str, n: int) -> None:
             require_no_parts(path, of=of, n=n)
             if parts_id(path) not in (None, of):  # of a run that was killed before its first row
                 remove_parts(path)
-            if (parts_id(path), parts_number(path)) != (of, n):
-                replace_file(parts_folder(path) / _PARTS_MARK, f"{of}\n{n}\n".encode())
+            if _parts_mark(path)[:3] != [of, str(n), kind]:
+                mark = f"{of}\n{n}\n{kind}\n"
+                replace_file(parts_folder(path) / _PARTS_MARK, mark.encode())
     except OSError as error:
         raise disk_error(error, path, None) from error
 
@@ -853,6 +891,15 @@ def _parts_mark(path: Path) -> list[str]:
 def part_path(path: Path, number: int) -> Path:
     """Where a part of ``path`` lies until they are joined."""
     return parts_folder(path) / f"{number:06d}" / path.name
+
+
+def note_empty_part(path: Path, number: int) -> None:
+    """Say that a part of ``path`` has no row, and that no file of it is missing.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    replace_file(part_path(path, number).with_name(_EMPTY_MARK), b"")
 
 
 def require_no_parts(path: Path, *, of: str | None = None, n: int | None = None) -> None:
@@ -985,7 +1032,7 @@ def create(
     column_attrs: dict[str, dict[str, Any]] = {}
     if ids is not None:
         columns["ids"] = encode_texts(ids, what="the id")
-        if len(np.unique(columns["ids"])) != len(ids):
+        if not _are_unique(columns["ids"]):
             raise StoreError("two ids are the same; make every id unique")
         n_rows = len(ids)
     assert n_rows is not None
@@ -1284,6 +1331,7 @@ class _Skeleton:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._checked: dict[str, h5py.Dataset] = {}
         try:
             about = path.stat()
             magic = b""
@@ -1458,6 +1506,11 @@ class _Skeleton:
         return node
 
     def _dataset(self, name: str) -> h5py.Dataset:
+        if name not in self._checked:
+            self._checked[name] = self._check(name)
+        return self._checked[name]
+
+    def _check(self, name: str) -> h5py.Dataset:
         dataset = self._link(name)
         if not isinstance(dataset, h5py.Dataset):
             raise self._foreign(f"the dataset {name} is missing")
@@ -1625,7 +1678,6 @@ class Embeddings:
         complete: Whether every row was written; False for a ``.partial`` file.
         size_bytes: Of the file when it was opened.
         n_rows: Committed rows n; equals the number of samples once complete.
-        ids: n unique texts, row by row.
         status: Shape ``(n,)`` uint8 of :class:`Status`.
         labels: Shape ``(n,)`` int32, -1 for none, or None where the data has no labels.
         label_names: Names that ``labels`` counts through; empty where each number is its own name.
@@ -1633,6 +1685,7 @@ class Embeddings:
         embeddings: For each capture point an array ``(n, d)``.
         outputs: What else was saved row by row, such as ``logits`` ``(n, classes)``.
         thumbnails: ``(n, h, w, 3)`` uint8, or None.
+        point_attrs: What is said of each capture point: ``layer``, ``pooling``, ...
         streamed: All that was written row by row, by the name of its dataset.
         fields: The same, as :func:`create` takes them.
     """
@@ -1651,6 +1704,7 @@ class Embeddings:
                 raise StoreError(f"{path} holds no valid commit record; make it anew")
             self.complete = newest.state == _COMPLETE
             self.size_bytes = skeleton.size_bytes
+            self.offsets = skeleton.offsets([field.name for field in fields])
             self.n_rows = newest.rows_done
             if not self.complete and path.suffix != ".partial":
                 raise StoreError(
@@ -1658,7 +1712,7 @@ class Embeddings:
                     f"{partial_path(path).name} as before, and go on with the same command"
                 )
             done = slice(0, self.n_rows)
-            self.ids = _decode(skeleton.map("ids")[done])
+            self._encoded_ids = skeleton.map("ids")[done]
             self.status = np.array(skeleton.map("status")[done])
             self.labels: Array | None = None
             self.label_names: list[str] = []
@@ -1682,30 +1736,38 @@ class Embeddings:
                     column = column.astype(bool)
                 plain = _plain_name(name.removeprefix("metadata/"))
                 self.metadata[plain] = _decode(column) if column.dtype.kind == "S" else column
-            order = [f.name for f in fields]
-            self.streamed = {name: skeleton.map(name)[done] for name in order}
-            self.embeddings = {
-                _point_of(n): self.streamed[n] for n in order if n.startswith("embeddings/")
-            }
-            self.outputs = {
-                n.removeprefix("outputs/"): self.streamed[n]
-                for n in order
-                if n.startswith("outputs/")
-            }
-            self.point_attrs = {
-                _point_of(n): skeleton.dataset_attrs(n)
-                for n in order
-                if n.startswith("embeddings/")
-            }
-            self.fields = [
-                dataclasses.replace(f, attrs=self.point_attrs.get(_point_of(f.name), {}))
-                for f in fields
-            ]
-            self.thumbnails = self.streamed.get("thumbnails")
+            self._take(
+                [
+                    dataclasses.replace(f, attrs=skeleton.dataset_attrs(f.name))
+                    if f.name.startswith("embeddings/")
+                    else f
+                    for f in fields
+                ],
+                {field.name: skeleton.map(field.name)[done] for field in fields},
+            )
+
+    def _take(self, fields: list[Field], streamed: dict[str, Array]) -> None:
+        """Take what was streamed, by the name of its dataset, once the ids are known."""
+        self.fields = fields
+        self.streamed = streamed
+        points = [field for field in fields if field.name.startswith("embeddings/")]
+        self.embeddings = {_point_of(field.name): streamed[field.name] for field in points}
+        self.point_attrs = {_point_of(field.name): dict(field.attrs) for field in points}
+        self.outputs = {
+            name.removeprefix("outputs/"): rows
+            for name, rows in streamed.items()
+            if name.startswith("outputs/")
+        }
+        self.thumbnails = streamed.get("thumbnails")
         if not self.embeddings:
-            raise StoreError(f"{path} holds no embeddings; make it anew")
-        if len(set(self.ids)) != len(self.ids):
-            raise StoreError(f"{path} is damaged: ids come twice; make it anew")
+            raise StoreError(f"{self.path} holds no embeddings; make it anew")
+        if not _are_unique(self._encoded_ids):
+            raise StoreError(f"{self.path} is damaged: ids come twice; make it anew")
+
+    @functools.cached_property
+    def ids(self) -> list[str]:
+        """Those of all rows, n unique texts; made when first asked for."""
+        return _decode(self._encoded_ids)
 
     def __repr__(self) -> str:
         points = ", ".join(f"{name} {rows.shape}" for name, rows in self.embeddings.items())
@@ -1811,6 +1873,17 @@ class Embeddings:
         """Check the checksum of every committed row; returns the rows that do not match."""
         return _bad_rows(self._row_maps, slice(0, self.n_rows))
 
+    def reasons(self) -> list[dict[str, Any]]:
+        """Why rows failed, as far as it is known: dicts of ``row``, ``id`` and ``reason``."""
+        return read_reasons(self.path, ids=self._failed_ids())
+
+    def _failed_ids(self) -> dict[int, str]:
+        return {int(row): self.ids[row] for row in np.flatnonzero(self.status == Status.FAILED)}
+
+    def row_file(self, row: int) -> Path:
+        """The file that a row lies in."""
+        return self.path
+
 
 def read_items(path: Path) -> tuple[list[str], Array | None]:
     """The ids of all n items of a file, written or not yet, and their hashes if it has them.
@@ -1834,14 +1907,6 @@ def find_embeddings(where: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         path = path / EMBEDDINGS_NAME
     if not path.exists():
-        if parts_id(path) is not None and _has_parts(path):
-            n_done = sum(1 for _ in parts_folder(path).glob(f"*/{path.name}"))
-            raise StoreError(
-                f"{path} is not joined yet, {n_done:,} of {parts_number(path) or n_done:,} parts "
-                "are there; the command that made them, with n_parts and without part, makes what "
-                f"is missing and joins them; a part alone opens by its own file, such as "
-                f"{part_path(path, 0)}"
-            )
         require_no_parts(path)
         if partial_path(path).exists():
             partial = Embeddings(partial_path(path))
@@ -1901,22 +1966,350 @@ class PartReader:
         return self
 
 
+MADE_BY_FIRST = "made_by_first_pass"
+_MADE_BY = ("batch_size", "device", "environment", MADE_BY_FIRST)
+
+
+class PartsFound:
+    """The parts of a file that are there, each held against the others.
+
+    Args:
+        path: The file that they are parts of.
+        of: Its id.
+        n: How many there are to be.
+        kind: ``part`` or ``shard``.
+
+    Attributes:
+        sizes: How many rows a part has, by its number.
+        fields: What is streamed of each row; None as long as there is no part with a row.
+        common: What all parts were made by, as the one with the lowest number says.
+    """
+
+    def __init__(self, path: Path, *, of: str, n: int, kind: PartKind) -> None:
+        self.path = path
+        self.of = of
+        self.n = n
+        self.kind: PartKind = kind
+        self.sizes: dict[int, int] = {}
+        self.fields: list[Field] | None = None
+        self.common: dict[str, Any] = {}
+        self._first = n  # the lowest number of a part with a row
+        self._is_said = False
+
+    def title(self, number: int) -> str:
+        """What a part is called in messages."""
+        return f"{self.kind} {number + (self.kind == 'shard'):,} of {self.n:,}"
+
+    def about(self, number: int) -> dict[str, Any]:
+        """The root attributes by which the file of a part says which one it is."""
+        return {"part": number, "n_parts": self.n}
+
+    def add(self, number: int) -> bool:
+        """Look at the file of a part; whether it is there, or is known to have no row.
+
+        Raises:
+            ShapeError: Its rows have another shape than those of others.
+            StoreError: It is damaged, of another run, or was made otherwise than the others.
+        """
+        path = part_path(self.path, number)
+        if not path.exists():
+            is_empty = path.with_name(_EMPTY_MARK).exists()
+            if is_empty:
+                self.sizes[number] = 0
+            return is_empty
+        title = self.title(number)
+        anew = f"remove {path.parent} and run again, which makes it anew"
+        try:
+            found = PartReader(path).read()
+        except StoreError as error:
+            why = str(error).removesuffix("; make it anew")
+            raise StoreError(f"{title} cannot be read: {why}; {anew}") from error
+        attrs = found.attrs
+        is_own = hashlib.sha256(str(attrs.get("identity")).encode()).hexdigest() == self.of
+        if not is_own or any(attrs.get(key) != said for key, said in self.about(number).items()):
+            raise StoreError(f"{path} is not {title} of this run, it has other rows; {anew}")
+        if not found.is_complete:
+            raise StoreError(f"{title} cannot be read: {path} is not complete; {anew}")
+        common = {key: attrs[key] for key in _MADE_BY if key in attrs}
+        if self.fields is not None:
+            self._require_alike(number, common, found.fields)
+        if number < self._first:
+            self._first, self.common, self.fields = number, common, found.fields
+        self.sizes[number] = found.rows_done
+        return True
+
+    def _require_alike(self, number: int, made_by: dict[str, Any], fields: list[Field]) -> None:
+        """Refuse parts that are not of one model on one kind of device; say what may be."""
+        one, other = self.title(self._first), self.title(number)
+        where = parts_folder(self.path)
+        for key in ("device", "batch_size"):
+            if made_by.get(key) != self.common.get(key):
+                raise StoreError(
+                    f"{where}: {one} was made with {key}={self.common.get(key)} and {other} with "
+                    f"{key}={made_by.get(key)}; remove the one and make it again by the same"
+                )
+        if made_by.get(MADE_BY_FIRST) != self.common.get(MADE_BY_FIRST):
+            raise StoreError(
+                f"{where}: {one} and {other} are of a model that made itself something else in the "
+                "first pass of each (a layer, a centre), so their rows are those of two models; "
+                "run it without n_parts, or run the model once on one fixed example before"
+            )
+        assert self.fields is not None
+        for was, now in itertools.zip_longest(self.fields, fields):
+            if was is None or now is None or was.name != now.name:
+                raise StoreError(
+                    f"{where}: {one} holds {', '.join(f.name for f in self.fields)}, and {other} "
+                    f"{', '.join(f.name for f in fields)}; remove the one and make it again"
+                )
+            if (was.shape, was.dtype) != (now.shape, now.dtype):
+                raise ShapeError(
+                    f"{now.name} has shape {now.shape} in {other} and {was.name} {was.shape} in "
+                    f"{one}; choose a pooling that gives one length, such as pooling=gap"
+                )
+            if was.attrs.get("pooling") != now.attrs.get("pooling"):
+                raise ShapeError(
+                    f"{now.name} is pooled by {now.attrs.get('pooling')} in {other} and by "
+                    f"{was.attrs.get('pooling')} in {one}, as the first rows of each meant "
+                    "pooling=auto; name the one that is meant"
+                )
+        was, now = (_environment(one) for one in (self.common, made_by))
+        if was != now and not self._is_said:
+            self._is_said = True
+            keys = [key for key in was | now if was.get(key) != now.get(key)]
+            log.warning(
+                "%s and %s were made with another %s (%s and %s): the rows agree within rounding, "
+                "and the file says the one of the first part",
+                one,
+                other,
+                ", ".join(keys),
+                ", ".join(str(was.get(key)) for key in keys),
+                ", ".join(str(now.get(key)) for key in keys),
+            )
+
+
+def _environment(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        environment = json.loads(str(attrs.get("environment", "")))
+    except (ValueError, RecursionError):
+        environment = None
+    return environment if isinstance(environment, dict) else {}
+
+
+class Parts(Embeddings):
+    """The parts of a file as the one file that joining them makes, row for row.
+
+    Ids, labels, metadata and what is one number a row are read at once; all other rows are read
+    from the parts when they are asked for, and lie in a :class:`~embedx.matrix.Stacked`, which is
+    indexed as an array is. ``path`` is that of the file to be, beside which lies what is made of
+    its rows: that stays right when the parts are joined.
+
+    Args:
+        path: The file that they are parts of.
+        found: The parts that make it; all that there are to be where not given.
+
+    Raises:
+        ShapeError: The rows of two parts have other shapes.
+        StoreError: One is missing, damaged, or of another run; the message says how to make it.
+    """
+
+    def __init__(self, path: Path, found: PartsFound | None = None) -> None:
+        self.path = path
+        found = found or _all_parts(path)
+        self.complete = True
+        self.n_parts = found.n
+        self.size_bytes = 0
+        self._files: list[tuple[Path, _Stamp]] = []
+        sizes: list[int] = []
+        ids: list[Array] = []
+        status: list[Array] = []
+        labels: list[Array] = []
+        texts: list[str] = []
+        columns: list[dict[str, Column]] = []
+        pieces: dict[str, list[_Rows]] = {}
+        numbers: dict[str, list[Array]] = {}  # one a row
+        first: Embeddings | None = None
+        for number in sorted(number for number, size in found.sizes.items() if size):
+            file = part_path(path, number)
+            stamp = _stamp(os.stat(file))
+            part = Embeddings(file)
+            first = first or part
+            self._files.append((file, stamp))
+            self.size_bytes += part.size_bytes
+            ids.append(part._encoded_ids)
+            sizes.append(part.n_rows)
+            status.append(part.status)
+            labels += [] if part.labels is None else [part.labels]
+            if found.kind == "shard":
+                texts += part.label_texts() or [""] * part.n_rows
+            columns.append(part.metadata)
+            for field in part.fields:
+                rows = part.streamed[field.name]
+                if field.shape:
+                    place = _Rows(file, stamp, rows.shape, rows.dtype, part.offsets[field.name])
+                    pieces.setdefault(field.name, []).append(place)
+                else:
+                    numbers.setdefault(field.name, []).append(np.array(rows))
+        assert first is not None  # a part without rows has no file
+        own = {key: said for key, said in first.attrs.items() if key not in found.about(0)}
+        self.n_rows = sum(sizes)
+        self.attrs = {**own, "id": found.of, "n_rows": self.n_rows}
+        self._starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        self._encoded_ids = np.concatenate(ids)
+        self.status = np.concatenate(status)
+        self.labels, self.label_names = None, []
+        if found.kind == "shard" and "labels" not in numbers:
+            # Each counts through the names that it has seen.
+            self.label_names = sorted(set(texts) - {""}, key=numbers_first)
+            index = {"": -1, **{name: i for i, name in enumerate(self.label_names)}}
+            if self.label_names:
+                self.labels = np.array([index[text] for text in texts], np.int32)
+        elif labels:
+            self.labels, self.label_names = np.concatenate(labels), first.label_names
+        named = {name for column in columns for name in column}
+        self.metadata = {
+            name: concatenated(
+                [(n, column.get(name)) for n, column in zip(sizes, columns, strict=True)]
+            )
+            for name in sorted(named, key=column_name)
+        }
+        streamed = {}
+        for field in first.fields:
+            if field.shape:
+                stacked = Stacked(pieces[field.name], sizes, shape=field.shape, dtype=field.dtype)
+                streamed[field.name] = cast(Array, stacked)
+            else:
+                streamed[field.name] = np.concatenate(numbers[field.name])
+        self._take(first.fields, streamed)
+
+    def _opened(self) -> Iterator[tuple[int, Embeddings]]:
+        """The parts one after the other, each with the number of its first row."""
+        for start, (file, stamp) in zip(self._starts, self._files, strict=False):
+            if not file.exists() or _stamp(os.stat(file)) != stamp:
+                raise _replaced(file)
+            yield start, Embeddings(file)
+
+    def checksums(self) -> Array:
+        return np.concatenate([part.checksums() for _, part in self._opened()])
+
+    def verify(self) -> list[int]:
+        return [start + row for start, part in self._opened() for row in part.verify()]
+
+    def reasons(self) -> list[dict[str, Any]]:
+        return [
+            {**one, "row": start + one["row"]}
+            for start, part in self._opened()
+            for one in part.reasons()
+        ]
+
+    def row_file(self, row: int) -> Path:
+        return self._files[bisect.bisect_right(self._starts, row) - 1][0]
+
+
+_Stamp = tuple[int, int, int, int]
+
+
+def _stamp(about: os.stat_result) -> _Stamp:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _replaced(path: Path) -> StoreError:
+    return StoreError(f"{path} was joined, removed or replaced meanwhile; open it again")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows in a file that is opened when they are wanted: of all parts the files could not be."""
+
+    path: Path
+    stamp: _Stamp
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+
+    def __call__(self) -> Array:
+        try:
+            with self.path.open("rb") as file:
+                if _stamp(os.fstat(file.fileno())) != self.stamp:
+                    raise _replaced(self.path)
+                return np.memmap(file, self.dtype, "r", self.offset, self.shape)
+        except FileNotFoundError:
+            raise _replaced(self.path) from None
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path}: {error.strerror or error}") from error
+
+
+def _all_parts(path: Path) -> PartsFound:
+    """The parts of a file, of which none may be missing.
+
+    Raises:
+        ShapeError: The rows of two parts have other shapes.
+        StoreError: One is missing, damaged or of another run, or it is not known which there are.
+    """
+    of, n, kind = (*_parts_mark(path), "", "", "")[:3]
+    if kind not in ("part", "shard") or not 0 < len(n) < 8 or not n.isdecimal():
+        raise StoreError(
+            f"{parts_folder(path) / _PARTS_MARK} does not say which parts of {path} there are to "
+            "be; run the command that made them again"
+        )
+    found = PartsFound(path, of=of, n=int(n), kind=cast(PartKind, kind))
+    missing = [number for number in range(found.n) if not found.add(number)]
+    if missing or found.fields is None:
+        number = (*missing, 0)[0]
+        begun = PartReader(part_path(path, number)).read()
+        there = f"{begun.rows_done:,} of {begun.attrs['n_rows']:,} rows" if begun.attrs else ""
+        state = f"is not finished, it has {there}" if there else "is missing"
+        others = f", as {'are' if len(missing) > 2 else 'is'} {len(missing) - 1:,} more"
+        raise StoreError(
+            f"{path} is not joined yet, {len(found.sizes):,} of {found.n:,} {kind}s are there: "
+            f"{found.title(number)} {state}{others if len(missing) > 1 else ''}; the command that "
+            f"made them makes it with n_parts={found.n} part={number}, and without part all that "
+            "are missing, which it then joins"
+        )
+    return found
+
+
+def _unjoined(where: Path) -> Path | None:
+    """The file whose parts are what a path names; None where it names something else."""
+    if where.name.endswith(_PARTS) and where.is_dir():
+        path = where.with_name(where.name.removesuffix(_PARTS))
+        return path if parts_id(path) is not None else None
+    path = where / EMBEDDINGS_NAME if where.is_dir() else where
+    is_begun = not path.exists() and parts_id(path) is not None and _has_parts(path)
+    return path if is_begun else None
+
+
+def are_there(path: Path) -> bool:
+    """Whether there are embeddings at ``path``: the file, or parts of it."""
+    return path.is_file() or _unjoined(path) is not None
+
+
 @checked
 def open(path: str | os.PathLike[str] | Embeddings) -> Embeddings:
     """Open an embeddings file, or the folder that holds one, for reading.
 
+    The finished parts of a run (``n_parts``) are read as the file that joining them makes, without
+    joining: the same ids, labels, metadata and rows. What has more than one number a row is then no
+    memory map, but indexed as one: ``rows[5:9]``, ``rows[[3, 1]]``; ``numpy.asarray`` reads all.
+
     Args:
-        path: ``embeddings.h5``, its folder, or a ``.partial`` file (its committed rows); opened
-            embeddings are given back as they are.
+        path: ``embeddings.h5``, its folder, a ``.partial`` file (its committed rows), or the folder
+            of parts ``embeddings.h5.parts``; a run's folder means its parts as long as they are not
+            joined. Opened embeddings are given back as they are.
 
     Returns:
         The embeddings, memory-mapped.
 
     Raises:
         ConfigError: ``path`` is neither a path nor opened embeddings.
-        StoreError: It is not there, unfinished, damaged, or not a file of embedx.
+        ShapeError: The rows of two parts have other shapes.
+        StoreError: It is not there, unfinished, damaged, or not a file of embedx; of parts, one is
+            missing, damaged or of another run.
     """
-    return path if isinstance(path, Embeddings) else Embeddings(find_embeddings(path))
+    if isinstance(path, Embeddings):
+        return path
+    if (unjoined := _unjoined(Path(path))) is not None:
+        return Parts(unjoined)
+    return Embeddings(find_embeddings(path))
 
 
 # --------------------------------------------------------------------------- files of arrays
@@ -2241,6 +2634,8 @@ def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False)
         StoreError: It is not a file of embedx, or holds pictures alone, or with ``verify`` rows do
             not match.
     """
+    if not isinstance(path, Embeddings) and (unjoined := _unjoined(Path(path))) is not None:
+        path = Parts(unjoined)
     if isinstance(path, Embeddings):
         opened, path = path, path.path
     else:
@@ -2281,6 +2676,7 @@ def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False)
     about = {
         "file": str(path),
         "complete": opened.complete,
+        **({"parts": f"{opened.n_parts:,}, not joined"} if isinstance(opened, Parts) else {}),
         "rows": opened.n_rows,
         "rows_expected": int(opened.attrs["n_rows"]),
         "failed_rows": failed,
@@ -2301,9 +2697,12 @@ def describe(path: str | os.PathLike[str] | Embeddings, *, verify: bool = False)
     about.update(_described_projections(opened))
     if verify:
         if bad := opened.verify():
+            file = opened.row_file(bad[0])
+            within = "" if file == path else f" in {file}"
+            anew = "the file" if file == path else "that part"
             raise StoreError(
                 f"{path}: {len(bad)} of {opened.n_rows} rows do not match their checksum, "
-                f"first row {bad[0]} ({opened.ids[bad[0]]}); make the file anew"
+                f"first row {bad[0]} ({opened.ids[bad[0]]}){within}; make {anew} anew"
             )
         about["verified"] = f"all {opened.n_rows} checksums match"
     return about

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -10,17 +11,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
-from embedx import engines, store
+import embedx
+from embedx import engines, parts, runs, store
 from embedx.engines import Task
-from embedx.errors import ConfigError, DependencyError
+from embedx.errors import ConfigError, DataError, DependencyError
 from tests.conftest import EXHAUSTIVE, ROOT, Run, sha256
+from tests.test_tar_data import extract as extract_shards
+from tests.test_tar_data import shards, webdataset
 
 Array = np.ndarray[Any, Any]
 Here = Callable[..., tuple[int, list[str], list[str]]]
@@ -99,7 +104,7 @@ def run_light(
     n_parts: int,
     settings: dict[str, str] | None = None,
     *,
-    tick: Callable[[Collection[int]], None] = lambda _: None,
+    tick: Callable[[Mapping[int, str]], None] = lambda _: None,
     **given: Any,
 ) -> tuple[list[int], dict[int, str]]:
     """Parts in the order in which they ended, and why others failed."""
@@ -116,10 +121,12 @@ def test_each_part_is_made_once_by_workers_that_stay(
 ) -> None:
     caplog.set_level(logging.INFO, "embedx")
     seen: set[int] = set()
+    names: set[str] = set()
 
-    def tick(running: Collection[int]) -> None:
+    def tick(running: Mapping[int, str]) -> None:
         assert len(running) <= 2
         seen.update(running)
+        names.update(running.values())
 
     ended, failed = run_light(20, threads=3, tick=tick)
     assert failed == {}
@@ -128,6 +135,8 @@ def test_each_part_is_made_once_by_workers_that_stay(
     assert len(made(home)) == 20
     assert len(pids) == 2
     assert seen <= set(range(20))
+    assert names <= {f"process {pid} on {socket.gethostname()}" for pid in pids}
+    assert names
     assert {path.read_text() for path in home.glob("worker-*")} == {"3"}
     assert none_left(home)
     said = [record.getMessage() for record in caplog.records]
@@ -178,7 +187,7 @@ def test_where_all_that_is_tried_fails_the_rest_is_not_tried(home: Path) -> None
 
 
 def test_a_run_that_is_stopped_lets_workers_end_after_their_batch(home: Path) -> None:
-    def tick(running: Collection[int]) -> None:
+    def tick(running: Mapping[int, str]) -> None:
         if (home / "begun-0").exists() and (home / "begun-1").exists():
             time.sleep(0.2)
             raise KeyboardInterrupt
@@ -253,6 +262,8 @@ class Net(nn.Module):
                 if do in ("kill", "always"):
                     time.sleep(2.5)  # what came before it is committed
                     os.kill(os.getpid(), signal.SIGKILL)
+                if do == "hang":
+                    time.sleep(6)
                 if do == "full":
                     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         time.sleep(0.01 if Path("traps").is_dir() else 0)
@@ -341,19 +352,123 @@ def test_workers_that_are_killed_or_out_of_disk_and_a_driver_that_is_stopped_los
     assert {**files(final.parent), "config.yaml": ""} == whole
 
 
+def test_a_part_without_a_new_row_is_told_once_and_again_at_doubling_times() -> None:
+    now = 0.0
+    silent = runs._Silent(10, clock=lambda: now)
+    told: list[tuple[float, dict[int, float]]] = []
+    for second in range(200):
+        now = float(second)
+        rows = {0: second, 1: second // 70, **({2: 5} if second >= 100 else {})}
+        if said := silent.look(rows):
+            told.append((now, said))
+    # Part 1 has a row at 70 and 140; part 2 is begun at 100.
+    assert told == [
+        (10, {1: 10}), (20, {1: 20}), (40, {1: 40}), (80, {1: 10}), (90, {1: 20}),
+        (110, {1: 40, 2: 10}), (120, {2: 20}), (140, {2: 40}), (150, {1: 10}), (160, {1: 20}),
+        (180, {1: 40, 2: 80}),
+    ]  # fmt: skip
+    assert silent.look({1: 2}) == {}
+    assert silent.look({1: 2, 2: 5}) == {}  # it is begun anew
+
+
+class Hanging(parts.Engine):
+    """Its workers never make a row."""
+
+    silent_after_s = 600
+    n_workers = 1
+
+    def __init__(self, who: dict[int, str]) -> None:
+        self.who = who
+
+    def run(self, parts: Any, *, about: Any, ended: Any, tick: Any) -> dict[int, str]:
+        for _ in range(32):  # half a minute each
+            tick(self.who)
+        return dict.fromkeys(parts, "it hangs")
+
+
+@pytest.mark.parametrize("source", ["rows", "shards"])
+def test_a_worker_that_hangs_is_told_by_the_driver_and_is_not_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+) -> None:
+    now = iter(np.arange(0, 1e6, 30.0))
+    seconds = [0.0]
+
+    def clock() -> float:
+        return seconds[0]
+
+    def look(self: Any, rows: Mapping[int, int]) -> dict[int, float]:
+        seconds[0] = float(next(now))
+        return plain(self, rows)
+
+    plain = runs._Silent.look
+    monkeypatch.setattr(runs, "_LOOK_S", 0)
+    monkeypatch.setattr(runs._Silent, "look", look)
+    monkeypatch.setattr(runs._Silent.__init__, "__kwdefaults__", {"clock": clock})
+    data = webdataset(str(shards(tmp_path / "set", 5, 4)))
+
+    def extract(given: Any) -> None:
+        if source == "shards":
+            extract_shards(data, **given)
+        else:
+            x = np.zeros((8, 4), np.float32)
+            embedx.extract(
+                nn.Sequential(nn.Linear(4, 3)), x, layers="0", n_parts=2, batch_size=2, **given
+            )
+
+    for who, message in (
+        (
+            {0: "process 7 on node3"},
+            ("part 0" if source == "rows" else "shard 1") + " of 2 has had no new row for 10 min "
+            "(0 so far), in process 7 on node3: it may be slow, and is waited for; if it hangs, "
+            "kill -9 that process, and the part is tried again",
+        ),
+        (
+            {},
+            "no worker has begun a part for 10 min: they wait for a place, as there is none on "
+            "the cluster; Ctrl-C ends this, and what is made is kept",
+        ),
+    ):
+        caplog.clear()
+        given: Any = {"out": tmp_path / "run", "engine": Hanging(who)}
+        with pytest.raises(DataError, match="it hangs"):
+            extract(given)
+        said = [line for line in caplog.messages if "for 1" in line]
+        assert said == [message]
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_for_a_while_is_told_and_loses_nothing(desk: Path, run: Run) -> None:
+    whole = of_one_go(run, desk)
+    (desk / "traps" / "21-hang").touch()
+    engine = ("engine=processes", "engine.workers=2", "engine.threads=1")
+    done = run(*EXTRACT, *engine, "n_parts=2", "engine.silent_after_s=1")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "no new row" in line]
+    told = [line for line in lines if line.startswith("part 0 of 2 has had no new row for")]
+    assert 2 <= len(told) <= 6
+    assert all(re.search(r"in process \d+ on .*: it may be slow", line) for line in told)
+    assert {**files(desk / "outputs" / "run"), "config.yaml": ""} == whole
+
+
 @pytest.mark.slow
 def test_a_ray_cluster_gives_the_bytes_of_one_process(desk: Path, run: Run, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     whole = of_one_go(run, desk)
     (desk / "traps" / "21-kill").touch()
+    (desk / "traps" / "81-hang").touch()
     where = {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # a cluster of one processor
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:  # names of sockets are
         where["RAY_TMPDIR"] = short
-        done = run(*EXTRACT, "engine=ray", "engine.workers=2", "n_parts=4", **where)
+        words = ("engine=ray", "engine.workers=2", "engine.silent_after_s=2")
+        done = run(*EXTRACT, *words, "n_parts=4", **where)
     assert done.returncode == 0, done.stderr
     assert "the cluster has room for 1 of 2 workers: the others wait" in done.stdout
     assert "2 workers for 4 parts" in done.stdout
     assert "part 0 is tried again: its worker was killed by SIGKILL" in done.stdout
+    assert re.search(r"part 2 of 4 has had no new row .*, in process \d+ on .*: it", done.stdout)
     assert {**files(desk / "outputs" / "run"), "config.yaml": ""} == whole
 
 
@@ -402,6 +517,10 @@ def test_engines_that_cannot_be_are_one_line(
     for words, message in (
         (("engine=processes", "engine.workers=0"), "engine.workers must be at least 1, not 0"),
         (("engine=processes", "engine.tries=0"), "engine.tries must be at least 1, not 0"),
+        (
+            ("engine=processes", "engine.silent_after_s=0"),
+            "engine.silent_after_s must be more than 0 seconds, not 0",
+        ),
         (("engine=processes", "engine.workers=two"), "engine.workers must be a whole number or on"),
         (("engine=process",), "there is no engine 'process'; the nearest are processes"),
         (("engine=processes", "part=0", "n_parts=2"), "part=0 is made by this process alone, and"),

@@ -1,5 +1,6 @@
 """Extraction: every row equals a plain forward pass, or is said to have failed; nothing is lost."""
 
+import hashlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from PIL import Image, ImageFile
 from torch import Tensor, nn
 
 import embedx
-from embedx import data, models, store
+from embedx import data, forward, models, store
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
 from embedx.pictures import decode_image, thumbnail
@@ -2054,3 +2055,40 @@ def test_tensors_are_made_on_the_cpu_whatever_the_default_device_is(tmp_path: Pa
     with torch.device("meta"):
         run = embedx.extract(model, x, layers="0", batch_size=2, out=tmp_path)
     np.testing.assert_allclose(run.embeddings["0"], model(x).detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_what_is_kept_of_the_samples_is_hashed_as_one_json_text(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_HASHED_ROWS", 3)
+    metadata: dict[str, Any] = {
+        "größe": np.arange(n) * 2.5,
+        "is_old": np.arange(n) % 2 == 0,
+        "texts": [f'"{i}", é' for i in range(n)],
+        "numbers": list(range(n)),
+    }
+    for labels, in_items in ((None, False), (np.arange(n, dtype=np.int32), False), (None, True)):
+        for columns in ({}, metadata):
+            source = Source(
+                "x",
+                [f"id {i} ü" for i in range(n)],
+                read=lambda _: None,
+                fingerprint="",
+                labels=labels,
+                labels_in_items=in_items,
+                label_names=[f"name {i}" for i in range(n)] if labels is not None else [],
+                metadata=columns,
+            )
+            kinds = ["float64", "bool", "texts" if n else "float64", "int64" if n else "float64"]
+            whole = [
+                source.ids,
+                "in the items" if in_items else None if labels is None else labels.tolist(),
+                source.label_names,
+                {
+                    name: [kind, *map(str, column)]
+                    for (name, column), kind in zip(columns.items(), kinds, strict=False)
+                },
+            ]
+            expected = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+            assert forward._columns_sha256(source) == expected

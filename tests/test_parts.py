@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import embedx
 from embedx import inputs, models, runs, store
 from embedx.disk import writing_lock
-from embedx.errors import ConfigError, DataError, InUseError, StoreError
+from embedx.errors import ConfigError, DataError, InUseError, ShapeError, StoreError
 from embedx.inputs import WINDOW_BATCHES
 from embedx.models import Preprocess
 from embedx.parts import Feed, part_rows
@@ -147,6 +147,246 @@ def test_texts_are_cut_at_whole_windows(tmp_path: Path) -> None:
     assert sha256(run.path) == sha256(whole.path)
 
 
+def same(parts: Embeddings, whole: Embeddings) -> None:
+    """All that can be read of parts is what the file of one go has."""
+    assert isinstance(parts, store.Parts)
+    assert parts.attrs == whole.attrs
+    assert parts.identity == whole.identity
+    assert (parts.n_rows, parts.complete) == (whole.n_rows, True)
+    assert parts.ids == whole.ids
+    np.testing.assert_array_equal(parts.status, whole.status)
+    np.testing.assert_array_equal(parts.ok, whole.ok)
+    assert (parts.labels is None) == (whole.labels is None)
+    if whole.labels is not None:
+        np.testing.assert_array_equal(parts.labels, whole.labels)
+    assert parts.label_names == whole.label_names
+    assert parts.label_texts() == whole.label_texts()
+    assert list(parts.metadata) == list(whole.metadata)
+    for name, column in whole.metadata.items():
+        assert type(parts.metadata[name]) is type(column)
+        np.testing.assert_array_equal(parts.metadata[name], column)
+    assert parts.fields == whole.fields
+    assert parts.point_attrs == whole.point_attrs
+    assert list(parts.streamed) == list(whole.streamed)
+    for name, rows in whole.streamed.items():
+        read = parts.streamed[name]
+        assert (read.shape, read.dtype, len(read)) == (rows.shape, rows.dtype, len(rows))
+        assert np.asarray(read).tobytes() == np.asarray(rows).tobytes()
+    for kind in ("embeddings", "outputs"):
+        assert list(getattr(parts, kind)) == list(getattr(whole, kind))
+    assert (parts.thumbnails is None) == (whole.thumbnails is None)
+    np.testing.assert_array_equal(parts.checksums(), whole.checksums())
+    assert parts.verify() == []
+    assert parts.reasons() == whole.reasons() == store.read_reasons(whole.path)
+
+
+@pytest.mark.parametrize("bad", [(), (3, 17, 40)], ids=len)
+@pytest.mark.parametrize("n_parts", [1, 3, 11])
+def test_finished_parts_open_as_the_file_of_one_go(
+    tmp_path: Path, n_parts: int, bad: tuple[int, ...]
+) -> None:
+    x = array(bad)
+    whole = extract(tmp_path / "whole", x, save_outputs=True)
+    for part in range(n_parts):
+        extract(tmp_path / "run", x, n_parts=n_parts, part=part, save_outputs=True)
+    final = tmp_path / "run" / "embeddings.h5"
+    for where in (tmp_path / "run", final, store.parts_folder(final)):
+        parts = embedx.open(where)
+        same(parts, whole)
+        assert parts.path == final
+    assert embedx.open(parts) is parts
+    if not bad:  # a frame with NaN is not equal to itself
+        assert parts.to_pandas().equals(whole.to_pandas())
+    about, joined = store.describe(tmp_path / "run", verify=True), store.describe(whole)
+    assert about["parts"] == f"{n_parts}, not joined"
+    other = {"file", "parts", "size_mb", "verified"}
+    assert {k: v for k, v in about.items() if k not in other} == {
+        k: v for k, v in joined.items() if k not in other
+    }
+    extract(tmp_path / "run", x, n_parts=n_parts, save_outputs=True)
+    assert sha256(final) == sha256(whole.path)
+    assert not isinstance(embedx.open(tmp_path / "run"), store.Parts)
+    if n_parts > 1:
+        with pytest.raises(StoreError, match="was joined, removed or replaced meanwhile; open it"):
+            parts.embeddings["last"][0]
+        with pytest.raises(StoreError, match="was joined, removed or replaced meanwhile; open it"):
+            parts.verify()
+
+
+def test_pictures_with_metadata_open_from_parts(photos: Path, tmp_path: Path) -> None:
+    sorted(photos.rglob("*.jpg"))[1].write_bytes(b"no picture")
+    net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    source = embedx.data.folder(str(photos))
+    n = len(source.ids)
+    source.metadata.update(
+        size=np.arange(n) * 3,
+        share=np.linspace(0, 1, n),
+        is_old=np.arange(n) % 2 == 0,
+        **{"the author/name": [f"é{'x' * i}" for i in range(n)]},
+    )
+    given: dict[str, Any] = {
+        "layers": "0",
+        "batch_size": 2,
+        "preprocess": Preprocess(resize_px=40, crop_px=32),
+    }
+    whole = embedx.extract(net, source, out=tmp_path / "whole", **given)
+    for part in range(3):
+        embedx.extract(net, source, out=tmp_path / "run", n_parts=3, part=part, **given)
+    parts = embedx.open(tmp_path / "run")
+    same(parts, whole)
+    assert parts.thumbnails is not None
+    assert whole.thumbnails is not None
+    np.testing.assert_array_equal(parts.thumbnails[[0, -1, 2]], whole.thumbnails[[0, -1, 2]])
+
+
+def test_shards_open_as_the_file_of_one_go(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "set", 5, 0, 4, 3)
+    data = webdataset(str(folder))
+    whole = extract_shards(data, tmp_path / "whole")
+    extract_shards(data, tmp_path / "run", n_parts=2, part=1)
+    with pytest.raises(
+        StoreError, match=r"2 of 4 shards are there: shard 1 of 4 is missing, as is"
+    ):
+        embedx.open(tmp_path / "run")
+    extract_shards(data, tmp_path / "run", n_parts=2, part=0)
+    same(embedx.open(tmp_path / "run"), whole)  # the empty one is not missing
+    assert sha256(extract_shards(data, tmp_path / "run", n_parts=2).path) == sha256(whole.path)
+
+
+def test_a_part_that_cannot_be_opened_is_named_with_how_to_make_it(tmp_path: Path) -> None:
+    run, final = tmp_path / "run", tmp_path / "run" / "embeddings.h5"
+    for part in (0, 2):
+        extract(run, n_parts=4, part=part)
+    mend = r"; the command that made them makes it with n_parts=4 part=1, and without part all that"
+    missing = r"is not joined yet, 2 of 4 parts are there: part 1 of 4 is "
+    with pytest.raises(StoreError, match=missing + "missing, as is 1 more" + mend):
+        embedx.open(run)
+    begun = store.part_path(final, 1)
+    begun.parent.mkdir()
+    whole = begun.with_name(begun.name + ".partial")
+    shutil.copy(store.part_path(final, 0), whole)
+    with pytest.raises(StoreError, match=missing + "not finished, it has 8 of 8 rows"):
+        store.describe(run)
+    whole.unlink()
+    extract(run, n_parts=4, part=1)
+    extract(run, n_parts=4, part=3)
+    assert embedx.open(run).n_rows == N
+
+    def refused(message: str) -> None:
+        for name in (run, store.parts_folder(final)):
+            with pytest.raises((StoreError, ShapeError), match=message) as caught:
+                embedx.open(name)
+            assert "\n" not in str(caught.value)
+
+    data = begun.read_bytes()
+    begun.write_bytes(data[: len(data) // 2])
+    refused(r"part 1 of 4 cannot be read: .*may be truncated.*; remove .*000001 and run again, wh")
+    shutil.copy(store.part_path(final, 2), begun)
+    refused(r"000001/embeddings\.h5 is not part 1 of 4 of this run, it has other rows; remove .*01")
+    for given in ({"dtype": "float16"}, {"x": array((1,))}):
+        extract(tmp_path / "other", n_parts=4, part=1, **given)
+        shutil.move(store.part_path(tmp_path / "other" / "embeddings.h5", 1), begun)
+        shutil.rmtree(tmp_path / "other")
+        refused(r"000001/embeddings\.h5 is not part 1 of 4 of this run")
+    begun.write_bytes(data)
+    mark = store.parts_folder(final) / "of.txt"
+    written = mark.read_text()
+    for text in ("", "\n\n\n", written.replace("part", "parts"), written.replace("4", "four", 1)):
+        mark.write_text(text)
+        refused(
+            r"of\.txt does not say which parts of .* there are to be|is not part 0 of 4 of this"
+        )
+    mark.write_text(written)
+    at = data.find(np.asarray(embedx.open(run).embeddings["last"][13]).tobytes())
+    begun.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    parts = embedx.open(run)
+    assert parts.verify() == [13]
+    assert parts.row_file(13) == begun
+    message = (
+        r"1 of 43 rows .* first row 13 \(.*13\) in .*000001/embeddings\.h5; make that part anew"
+    )
+    with pytest.raises(StoreError, match=message):
+        store.describe(run, verify=True)
+
+
+def test_rows_are_read_from_the_parts_that_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in range(11):
+        extract(tmp_path, n_parts=11, part=part)
+    opened: list[Path] = []
+    plain = store._Rows.__call__
+
+    def counted(rows: Any) -> Array:
+        opened.append(rows.path)
+        return plain(rows)
+
+    monkeypatch.setattr(store._Rows, "__call__", counted)
+    rows = embedx.open(tmp_path).embeddings["last"]
+    assert rows.shape == (N, 3)
+    assert not opened
+    for which in (5, slice(4, 8), [6, 4], np.arange(N) == 7):
+        rows[which]
+    assert opened == [store.part_path(tmp_path / "embeddings.h5", 1)]
+    rows[[3, 4]]
+    assert len(set(opened)) == 2
+
+
+@pytest.mark.parametrize("method", ["pca", "umap"])
+def test_what_is_made_of_parts_is_what_is_made_of_the_file(
+    embedx_here: Here, tmp_path: Path, method: str
+) -> None:
+    words = ("extract", "model=mobilenet_v3_small", "model.weights=null", "model.input_size=32")
+    words = (*words, "data.limit=60", "batch_size=16", "save_outputs=true")
+    assert embedx_here(*words, "name=whole")[0] == 0
+    assert embedx_here(*words, "-m", "name=run", "n_parts=3", "part=range(3)")[0] == 0
+    made = []
+    for name in ("whole", "run"):
+        for stage in (
+            ("project", f"projection={method}"),
+            ("evaluate",),
+            ("neighbors", "n_neighbors=5"),
+            ("export", "exporter=table"),
+            ("view", "viewer=report"),
+            ("info",),
+        ):
+            key = "path" if stage == ("info",) else "embeddings"
+            status, out, err = embedx_here(*stage, f"{key}=outputs/{name}")
+            assert (status, err) == (0, []), (stage, out)
+        folder = tmp_path / "outputs" / name
+        made.append(
+            {
+                str(path.relative_to(folder)): sha256(path)
+                for path in folder.rglob("*")
+                if path.is_file() and ".parts" not in str(path)
+            }
+        )
+    whole, run = made
+    own = {"embeddings.h5", "config.yaml", "report.html"}  # the report says how large the file is
+    assert {k: v for k, v in whole.items() if k not in own} == {
+        k: v for k, v in run.items() if k not in own
+    }
+    assert "report.html" in run
+    # Joined, it is the same run still, and what was made of it is that of its file.
+    status, out, err = embedx_here(*words, "name=run", "n_parts=3")
+    assert (status, err) == (0, [])
+    assert not any("removed" in line for line in out)
+    status, out, err = embedx_here("project", f"projection={method}", "embeddings=outputs/run")
+    assert any("nothing to do" in line for line in out)
+    assert sha256(tmp_path / "outputs/run/embeddings.h5") == whole["embeddings.h5"]
+
+
+def test_overwriting_parts_takes_away_what_was_made_of_them(tmp_path: Path) -> None:
+    for n_parts in (3, None):
+        run = tmp_path / str(n_parts)
+        for part in range(3):
+            extract(run, n_parts=3, part=part)
+        made = embedx.project(run)
+        assert made.path.exists()
+        extract(run, n_parts=n_parts, overwrite=True)
+        assert not made.path.exists()
+
+
 def test_shards_are_shared_out_by_parts(tmp_path: Path) -> None:
     folder = shards(tmp_path / "set", 5, 0, 4, 3)
     whole = extract_shards(webdataset(str(folder)), tmp_path / "whole")
@@ -184,9 +424,7 @@ def test_a_part_that_is_damaged_or_of_another_run_is_named(tmp_path: Path) -> No
     ):
         extract(run, n_parts=3)
     part.write_bytes(data[: len(data) // 2])
-    with pytest.raises(
-        StoreError, match=r"part 1 of 3 cannot be joined: .*000001.*; remove .*01 an"
-    ):
+    with pytest.raises(StoreError, match=r"part 1 of 3 cannot be read: .*000001.*; remove .*01 an"):
         extract(run, n_parts=3)
     shutil.copytree(store.part_path(final, 2).parent, part.parent, dirs_exist_ok=True)
     with pytest.raises(
@@ -208,8 +446,6 @@ def test_a_part_that_is_damaged_or_of_another_run_is_named(tmp_path: Path) -> No
         part_of = {"part": 1} if given.get("n_parts", 3) else {}
         with pytest.raises(StoreError, match=message):
             extract(run, **{"n_parts": 3, **given, **part_of})
-    with pytest.raises(StoreError, match=r"is not joined yet, 1 of 3 parts are there; the command"):
-        embedx.open(run)
     assert embedx.open(store.part_path(final, 0)).n_rows == 12
     assert sha256(extract(run, overwrite=True).path) == sha256(whole.path)
     assert files(run) == files(tmp_path / "whole")
@@ -238,7 +474,10 @@ def test_wrong_parts_are_refused_in_one_line_and_leave_nothing(tmp_path: Path) -
         ),
         ({"n_parts": True}, "n_parts must be a whole number"),
         ({"part": "1", "n_parts": 3}, "part must be a whole number"),
-        ({"part": 1, "n_parts": 3, "overwrite": True}, "overwrite=true has no use with part=1, fo"),
+        (
+            {"part": 1, "n_parts": 3, "overwrite": True},
+            r"just made cannot be told apart; remove .*run before",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             extract(tmp_path / "run", **given)

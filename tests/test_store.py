@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import gc
 import hashlib
 import json
 import os
 import struct
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -1054,3 +1056,46 @@ def test_what_fails_while_rows_wait_is_said_by_the_next_call(
     with pytest.raises(StoreError, match="is closed"):
         writer.commit()
     assert store.Embeddings(store.partial_path(path)).n_rows == 0
+
+
+@given(
+    values=st.lists(st.text(st.characters(exclude_characters="\0"), max_size=5), max_size=30),
+    block=st.integers(1, 7),
+    n_hashes=st.sampled_from([1, 3, 2**61]),
+)
+def test_texts_are_encoded_and_told_apart_by_blocks(
+    values: list[str], block: int, n_hashes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_TEXTS", block)
+        # Texts may have the hash of others.
+        patch.setattr(store, "hash", lambda v: hash(v) % n_hashes, raising=False)
+        encoded = store.encode_texts(values, what="the id")
+        stored = [value.encode("utf-8", "backslashreplace") for value in values]
+        assert encoded.tolist() == stored
+        assert encoded.dtype.itemsize == max(1, *map(len, stored), 1)
+        assert store._are_unique(encoded) == (len(set(stored)) == len(stored))
+
+
+def test_ids_take_little_more_room_than_their_bytes(tmp_path: Path) -> None:
+    n = 200_000
+    ids = [f"train/class_{i % 1000:04d}/{i:012d}.jpg" for i in range(n)]
+    field = store.embeddings_field("a", n_features=1, dtype=np.dtype("f4"), attrs={})
+    tracemalloc.start()
+    try:
+        writer = store.create(tmp_path / "x.h5", ids=ids, fields=[field], attrs={"id": "x"})
+        # A list of them as bytes objects would take 72 bytes each beside.
+        assert tracemalloc.get_traced_memory()[1] / n < len(ids[0]) + 60
+        rows = {field.name: np.zeros((n, 1), np.float32)}
+        writer.append(rows, status=np.ones(n, np.uint8))
+        writer.finish()
+        del rows
+        gc.collect()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        opened = store.Embeddings(tmp_path / "x.h5")
+        assert (tracemalloc.get_traced_memory()[1] - before) / n < 60
+        assert (tracemalloc.get_traced_memory()[0] - before) / n < 10
+    finally:
+        tracemalloc.stop()
+    assert opened.ids == ids
