@@ -255,7 +255,9 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
             for child, training in modes:
                 child.training = training
             # They stay: whether it has them by now a network may also know by other means.
-            new = {name for child, held in buffers for name in child._buffers if name not in held}
+            # By items: those of TorchScript cannot be iterated over otherwise.
+            there = [(name, held) for child, held in buffers for name, _ in child._buffers.items()]
+            new = {name for name, held in there if name not in held}
             if new:
                 log.warning("%s made buffers while it ran: %s; they stay", title, listed(new))
             names = sorted({name for child, held in buffers for name in _put_back(child, held)})
