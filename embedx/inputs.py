@@ -622,6 +622,11 @@ def _own_tensors(values: Mapping[Any, Any]) -> dict[str, Tensor]:
             f"two of its names are one as texts ({', '.join(map(repr, values))}); give the names "
             "of the model's arguments"
         )
+    if not named:
+        raise DataError(
+            "what enters is a mapping that holds nothing; give tensors by the names of the model's "
+            "arguments"
+        )
     return named
 
 
