@@ -47,9 +47,9 @@ FAST_PATHS_OFF = _FastPathsOff()
 
 
 class _CompiledOff:
-    """What was compiled runs as it is written while anything is changed in it.
+    """What was compiled runs as it is written while anything is changed in it, or is watched.
 
-    It would know nothing of the change, or if it was compiled meanwhile, go on with it for ever.
+    It would know nothing of that, or if it was compiled meanwhile, go on with it for ever.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _CompiledOff:
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._users == 0 and "torch._dynamo" in sys.modules:
+            if self._stance is None and "torch._dynamo" in sys.modules:
                 self._stance = torch.compiler.set_stance("force_eager")
                 self._stance.__enter__()
             self._users += 1
