@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from embedx import fold, hooks, models, sources
 from embedx import pooling as pools
 from embedx.ablations import Ablation, Seen
-from embedx.errors import (
-    LayerError,
-    ModelError,
-    ShapeError,
-    listed,
-)
+from embedx.errors import LayerError, ModelError, ShapeError, listed
 from embedx.fingerprints import code_sha256, state_marks, value_sha256
 from embedx.inputs import (
     Batch,
@@ -32,8 +27,10 @@ from embedx.inputs import (
     Precision,
     arithmetic,
     channels_last,
+    mapped,
     placed,
     seed_all,
+    tensors_of,
 )
 from embedx.models import Model
 from embedx.objectives import Backward, Objective, scores_of
@@ -72,6 +69,7 @@ class Plan:
 
     @property
     def has_own_pooling(self) -> bool:
+        """Whether a pooling is code of the user's own."""
         return any(one.code for one in self.poolings)
 
     @property
@@ -176,7 +174,11 @@ class Results:
 
 
 def joined(batch: Batch, done: Sequence[tuple[Piece, Results]]) -> Results:
-    """What the passes of a batch gave, in the order of its rows."""
+    """What the passes of a batch gave, in the order of its rows.
+
+    Raises:
+        ShapeError: They gave rows of several shapes.
+    """
     (piece, first), *others = done
     if piece.rows is None and not others:
         return first
@@ -201,7 +203,23 @@ def joined(batch: Batch, done: Sequence[tuple[Piece, Results]]) -> Results:
 
 @contextlib.contextmanager
 def forward_of(plan: Plan) -> Iterator[Any]:
-    """The forward pass with its hooks, as a function from a batch to results."""
+    """The network on its device, with hooks, for one forward pass after the other.
+
+    What the first pass does not show is looked for by further ones of its inputs.
+
+    Args:
+        plan: What to do.
+
+    Yields:
+        A function of a batch and one of its pieces, which gives :class:`Results`; it raises what is
+        below.
+
+    Raises:
+        LayerError: A point did not fire, its layer ran twice, or what it asks for changes what the
+            model gives.
+        ModelError: The pass failed, draws random numbers, or gives a text another row when padded.
+        ShapeError: What a layer gives is not one row a sample.
+    """
     module = plan.model.module
     prepared = plan.model.preprocess
     rows = Rows(
@@ -212,6 +230,9 @@ def forward_of(plan: Plan) -> Iterator[Any]:
         tokens=plan.model.tokens,
     )
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
+    autocast = functools.partial(
+        torch.autocast, plan.device.type, dtype=half, enabled=half is not None
+    )
     with contextlib.ExitStack() as stack:
         lies_on = next((p.device for p in module.parameters()), plan.device)
         if lies_on != plan.device:
@@ -257,7 +278,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
             with contextlib.ExitStack() as block:
                 if backward is not None:
                     inputs = block.enter_context(differentiable(module, inputs))
-                with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+                with autocast():
                     output = run_model(module, inputs, title=plan.model.name)
                 if backward is not None:
                     backward.run(output, labels, n=n)
@@ -284,7 +305,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
             with (
                 hooks.Capture(module, others, reduce=rows.reduce, only_here=True) as before,
                 FAST_PATHS_OFF,
-                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
+                autocast(),
             ):
                 for _ in range(2):
                     seed_all(seed, plan.device)
@@ -336,7 +357,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 inputs = placed(piece.inputs, plan.device)
                 seed_all(first, plan.device)
                 if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
-                    with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
+                    with autocast():
                         inputs = prepared.normalize(inputs)
                 if is_known:
                     inputs = channels_last(inputs)
@@ -344,9 +365,7 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 wants_mask = bool(rows.mask_takers or plan.ablated)
                 mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
                 rows.mask = None if mask is None else mask.to(plan.device)
-                rows.picture = picture_size(
-                    [inputs] if isinstance(inputs, Tensor) else inputs.values()
-                )
+                rows.picture = picture_size(tensors_of(inputs))
                 if not is_looked_at:
                     is_looked_at = True
                     look_first(inputs, labels, piece.size, first)
@@ -378,16 +397,12 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 if not is_padding_checked:
                     is_padding_checked = _require_padding_unseen(plan, got, rows, run, batch)
             memory.say_of_zeros(batch)
-            places = range(piece.size) if piece.rows is None else piece.rows.tolist()
-            odd = {places[i]: why for i, why in not_finite(arrays).items()}
+            odd = not_finite(arrays)
             if backward is not None:
                 scores = scores_of(output, n=piece.size, title=plan.model.name)
-                strange = (~scores.detach().isfinite().all(1)).nonzero()[:, 0].tolist()
-                odd |= {places[i]: "its scores are not finite" for i in strange}
-            if plan.objective == "loss" and labels is not None:
-                of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
-                odd |= {places[i]: "it has no label to have a loss of" for i in of_none}
-            bad = {i: why for i, why in odd.items() if i not in batch.reasons}
+                odd |= _without_gradient(scores.detach(), labels)
+            places = range(piece.size) if piece.rows is None else piece.rows.tolist()
+            bad = {places[i]: why for i, why in odd.items() if places[i] not in batch.reasons}
             return Results(arrays, attrs, bad, memory.first_pass)
 
         yield forward
@@ -492,8 +507,7 @@ def _own_generators(module: nn.Module) -> list[str]:
 
 def _other_sizes(inputs: Inputs) -> set[int]:
     """Sizes of the axes that are not that of the samples."""
-    tensors = [inputs] if isinstance(inputs, Tensor) else inputs.values()
-    return {size for tensor in tensors for size in tensor.shape[1:]}
+    return {size for tensor in tensors_of(inputs) for size in tensor.shape[1:]}
 
 
 def _labels_of(plan: Plan, batch: Batch, piece: Piece) -> Tensor | None:
@@ -507,6 +521,21 @@ def _labels_of(plan: Plan, batch: Batch, piece: Piece) -> Tensor | None:
     if piece.rows is not None:
         labels = labels[piece.rows]
     return torch.from_numpy(np.asarray(labels, np.int64)).to(plan.device)
+
+
+def _without_gradient(scores: Tensor, labels: Tensor | None) -> dict[int, str]:
+    """Rows whose objective has no gradient, with why: they are failed rows of a file.
+
+    Args:
+        scores: Shape ``(n, classes)``.
+        labels: Shape ``(n,)``, -1 for none; None where the objective takes none.
+    """
+    strange = (~scores.isfinite().all(1)).nonzero()[:, 0].tolist()
+    found = dict.fromkeys(strange, "its scores are not finite")
+    if labels is not None:
+        of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
+        found |= dict.fromkeys(of_none, "it has no label to have a loss of")
+    return found
 
 
 def _ablating(plan: Plan, seen: Seen) -> hooks.Intervention:
@@ -524,9 +553,7 @@ def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
 
 def _copied(inputs: Inputs) -> Inputs:
     """A model may work in place on what enters it."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone()
-    return {name: tensor.clone() for name, tensor in inputs.items()}
+    return mapped(inputs, torch.clone)
 
 
 def _asked_for(plan: Plan) -> str:
@@ -544,8 +571,8 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
     if plain is not None and not _gives_alike(plan, plain, found):
         raise LayerError(
             f"{plan.model.name} gives something else when {_asked_for(plan)} is asked for: a layer "
-            "there "
-            "works in place on what another one takes too; name the layer before, or one around it"
+            "there works in place on what another one takes too; name the layer before, or one "
+            "around it"
         )
 
 
@@ -635,15 +662,11 @@ def _require_samples_first(
     before = {point.name: got[point.name] for point in plan.points}
 
     def run_again(rows_of: slice | list[int]) -> None:
-        # A copy: the model may work in place on what enters.
-        if isinstance(inputs, Tensor):
-            some: Inputs = inputs[rows_of].clone()
-        else:
-            some = {name: tensor[rows_of].clone() for name, tensor in inputs.items()}
+        some = _copied(mapped(inputs, lambda tensor: tensor[rows_of]))
         rows.mask = None if mask is None else mask[rows_of]
         of = None if labels is None else labels[rows_of]
         seed_all(0, plan.device)
-        run(some, of, len(some if isinstance(some, Tensor) else next(iter(some.values()))))
+        run(some, of, len(tensors_of(some)[0]))
 
     few, mask = min(2, n - 1), rows.mask
     try:
