@@ -490,7 +490,7 @@ def writing_lock(target: Path) -> Iterator[None]:
         DISK.make_folder(target.parent)
         lock.acquire()
     except OSError as error:
-        raise disk_error(error, lock.path, 0) from error
+        raise disk_error(error, lock.path, None) from error
     try:
         yield
     finally:
