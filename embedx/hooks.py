@@ -508,12 +508,7 @@ class Capture(Mapping[str, Tensor]):
         self._own().copies.clear()
         for name, scores in self._own().scores.items():
             given = class_scores(output)
-            is_same = (
-                given is not None
-                and given.shape == scores.shape
-                and same_values(given.detach(), scores)
-            )
-            if not is_same:
+            if given is None or not same_values(given.detach(), scores):
                 raise LayerError(
                     f"{name}: {self._points[name].layer} does not give the class scores of the "
                     "model; choose the layer that does, most often the last Linear"
