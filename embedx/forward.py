@@ -202,7 +202,7 @@ def joined(batch: Batch, done: Sequence[tuple[Piece, Results]]) -> Results:
 
 
 @contextlib.contextmanager
-def forward_of(plan: Plan) -> Iterator[Any]:
+def forward_of(plan: Plan) -> Iterator[Callable[[Batch, Piece], Results]]:
     """The network on its device, with hooks, for one forward pass after the other.
 
     What the first pass does not show is looked for by further ones of its inputs.
@@ -221,18 +221,6 @@ def forward_of(plan: Plan) -> Iterator[Any]:
         ShapeError: What a layer gives is not one row a sample.
     """
     module = plan.model.module
-    prepared = plan.model.preprocess
-    rows = Rows(
-        plan.points,
-        plan.poolings,
-        dtype=plan.dtype,
-        normalize=plan.normalize,
-        tokens=plan.model.tokens,
-    )
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
-    autocast = functools.partial(
-        torch.autocast, plan.device.type, dtype=half, enabled=half is not None
-    )
     with contextlib.ExitStack() as stack:
         lies_on = next((p.device for p in module.parameters()), plan.device)
         if lies_on != plan.device:
@@ -253,159 +241,201 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 plan.model.name,
                 listed(names),
             )
-        memory = _Memory(plan, is_known=is_known)
-        stack.callback(memory.end)
-        seen = Seen()
-        got = stack.enter_context(
-            hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
+        yield stack.enter_context(_Forward(plan, is_known=is_known))
+
+
+class _Forward:
+    """The forward pass of a plan, for one piece after the other; the first is looked at closely.
+
+    Args:
+        plan: What to do.
+        is_known: Whether the network may be run otherwise than it is written.
+    """
+
+    def __init__(self, plan: Plan, *, is_known: bool) -> None:
+        self._plan = plan
+        self._is_known = is_known
+        self._rows = Rows(
+            plan.points,
+            plan.poolings,
+            dtype=plan.dtype,
+            normalize=plan.normalize,
+            tokens=plan.model.tokens,
         )
-        got.is_verified = True  # by look_first, where gradients are wanted
-        ablating: hooks.Intervention | None = None
-        backward = None
+        self._got = hooks.Capture(
+            plan.model.module, plan.points, reduce=self._rows.reduce, only_here=True
+        )
+        self._got.is_verified = True  # by _look_first, where gradients are wanted
+        self._backward: Backward | None = None
         if plan.objective is not None:
-            backward = Backward(
+            self._backward = Backward(
                 plan.objective,
-                got,
+                self._got,
                 title=plan.model.name,
                 label_names=plan.source.label_names,
                 label_numbers=plan.source.label_numbers,
                 classes=plan.classes,
             )
+        self._memory = _Memory(plan, is_known=is_known)
+        self._seen = Seen()
+        self._stack = contextlib.ExitStack()
+        # Where it may draw, batch_size decides the rows too.
+        self._draws_none = not plan.is_by_sample
+        self._is_checked = False
+        self._is_looked_at = self._backward is None and not plan.ablated
+        self._is_padding_checked = plan.model.tokenizer is None
 
-        def run(inputs: Inputs, labels: Tensor | None, n: int) -> Any:
-            """One pass, and one back where gradients are wanted."""
-            seen.n, seen.mask, seen.picture = n, rows.mask, rows.picture
-            with contextlib.ExitStack() as block:
-                if backward is not None:
-                    inputs = block.enter_context(differentiable(module, inputs))
-                with autocast():
-                    output = run_model(module, inputs, title=plan.model.name)
-                if backward is not None:
-                    backward.run(output, labels, n=n)
-                    if got.cut_off:
-                        raise LayerError(
-                            f"{plan.model.name} also keeps what {', '.join(got.cut_off)} is taken "
-                            "at by itself (an attribute, a hook of its own, a list that it gives), "
-                            "and what comes by that way would be left out; choose another layer"
-                        )
-            return output
+    def __enter__(self) -> "_Forward":
+        self._stack.callback(self._memory.end)
+        self._stack.enter_context(self._got)
+        return self
 
-        draws_none = not plan.is_by_sample  # where it may draw, batch_size decides the rows too
-        is_checked = False
-        is_looked_at = backward is None and not plan.ablated
-        is_padding_checked = plan.model.tokenizer is None
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-        def look_first(inputs: Inputs, labels: Tensor | None, n: int, seed: int) -> None:
-            """Set the ablations, and see by passes of the first batch that nothing else changes."""
-            nonlocal ablating
-            if backward is not None:
-                got.remove()
-            others = [point for point in plan.points if point.what in ("output", "input")]
-            found = []
-            with (
-                hooks.Capture(module, others, reduce=rows.reduce, only_here=True) as before,
-                FAST_PATHS_OFF,
-                autocast(),
-            ):
-                for _ in range(2):
-                    seed_all(seed, plan.device)
-                    output = run_model(module, _copied(inputs), title=plan.model.name)
-                    found.append([output, {one.name: before[one.name].clone() for one in others}])
-            got.set()
-            plain: list[Any] | None = found[0]
-            got.is_verified = _gives_alike(plan, *found)
-            if not got.is_verified:  # then nothing can be told by it
-                plain = None
-                log.warning(
-                    "%s gives something else in each pass, so that it cannot be seen whether it "
-                    "does so because %s is asked for",
-                    plan.model.name,
-                    _asked_for(plan),
+    def __call__(self, batch: Batch, piece: Piece) -> Results:
+        """One pass, as :func:`forward_of` has it."""
+        plan, rows, got = self._plan, self._rows, self._got
+        first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
+        labels = _labels_of(plan, batch, piece)
+        # Not inference mode: a model's own cache could not be trained on afterwards.
+        with torch.no_grad():
+            self._memory.before_pass()
+            inputs = self._entering(batch, piece, seed=first)
+            if not self._is_looked_at:
+                self._is_looked_at = True
+                self._look_first(inputs, labels, n=piece.size, seed=first)
+            states = None if self._draws_none else _random_states(plan.device)
+            output = self._run(inputs, labels, piece.size)
+            if states is not None and _random_states(plan.device) != states:
+                raise ModelError(
+                    f"{plan.model.name} draws random numbers in its passes, in eval mode too, so "
+                    "that a row would hang on the batch it is in; make it a part of a module of "
+                    "your own, whose runs are told apart by batch_size"
                 )
-            if plan.ablated:
-                ablating = _ablating(plan, seen)
-                ablating.is_verified = got.is_verified
-                stack.callback(ablating.remove)
-                seen.is_plain = True
-                seed_all(seed, plan.device)
-                output = run(_copied(inputs), labels, n)
-                seen.is_plain = False
-                ablating.require_fired()
-                _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
-                rows_before = {point.name: got[point.name] for point in plan.points}
-                seed_all(seed, plan.device)
-                run(_copied(inputs), labels, n)
-                if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
-                    log.warning(
-                        "the ablations change none of the rows of the first batch: they are of "
-                        "layers that do not lead to %s, or change no number",
-                        ", ".join(rows_before),
+            self._draws_none = True
+            self._memory.after_pass()
+            try:
+                arrays, attrs = rows.arrays(got, n=piece.size)
+            except LayerError as error:
+                last = batch.start + batch.size - 1
+                raise LayerError(f"rows {batch.start} to {last}: {error}") from None
+            if plan.save_outputs:
+                logits = _logits(output, plan.model.name, piece.size)
+                arrays["outputs/logits"] = logits
+                arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
+            # The first pass was whole: it has shown that each layer runs once.
+            got.stops_early = self._is_known and not plan.save_outputs and self._backward is None
+            if not self._is_checked and piece.size > 1:
+                self._is_checked = True
+                if piece.size in _other_sizes(inputs) | rows.other_sizes | self._seen.sizes:
+                    _require_samples_first(plan, got, rows, self._run, inputs, labels, n=piece.size)
+            if not self._is_padding_checked:
+                self._is_padding_checked = _require_padding_unseen(
+                    plan, got, rows, self._run, batch
+                )
+        self._memory.say_of_zeros(batch)
+        odd = not_finite(arrays)
+        if self._backward is not None:
+            scores = scores_of(output, n=piece.size, title=plan.model.name)
+            odd |= _without_gradient(scores.detach(), labels)
+        places = range(piece.size) if piece.rows is None else piece.rows.tolist()
+        bad = {places[i]: why for i, why in odd.items() if places[i] not in batch.reasons}
+        return Results(arrays, attrs, bad, self._memory.first_pass)
+
+    def _entering(self, batch: Batch, piece: Piece, *, seed: int) -> Inputs:
+        """What enters the network, on its device; what of it is padding goes to the rows."""
+        plan, rows = self._plan, self._rows
+        prepared = plan.model.preprocess
+        inputs = placed(piece.inputs, plan.device)
+        seed_all(seed, plan.device)
+        if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
+            with self._autocast():
+                inputs = prepared.normalize(inputs)
+        if self._is_known:
+            inputs = channels_last(inputs)
+        given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
+        wants_mask = bool(rows.mask_takers or plan.ablated)
+        mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
+        rows.mask = None if mask is None else mask.to(plan.device)
+        rows.picture = picture_size(tensors_of(inputs))
+        return inputs
+
+    def _autocast(self) -> torch.autocast:
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._plan.precision)
+        return torch.autocast(self._plan.device.type, dtype=half, enabled=half is not None)
+
+    def _run(self, inputs: Inputs, labels: Tensor | None, n: int) -> Any:
+        """One pass, and one back where gradients are wanted."""
+        module, title, rows = self._plan.model.module, self._plan.model.name, self._rows
+        self._seen.n, self._seen.mask, self._seen.picture = n, rows.mask, rows.picture
+        with contextlib.ExitStack() as block:
+            if self._backward is not None:
+                inputs = block.enter_context(differentiable(module, inputs))
+            with self._autocast():
+                output = run_model(module, inputs, title=title)
+            if self._backward is not None:
+                self._backward.run(output, labels, n=n)
+                if self._got.cut_off:
+                    raise LayerError(
+                        f"{title} also keeps what {', '.join(self._got.cut_off)} is taken at by "
+                        "itself (an attribute, a hook of its own, a list that it gives), and what "
+                        "comes by that way would be left out; choose another layer"
                     )
-            elif backward is not None:
+        return output
+
+    def _look_first(self, inputs: Inputs, labels: Tensor | None, *, n: int, seed: int) -> None:
+        """Set the ablations, and see by passes of the first batch that nothing else changes."""
+        plan, got = self._plan, self._got
+        module, title = plan.model.module, plan.model.name
+        if self._backward is not None:
+            got.remove()
+        others = [point for point in plan.points if point.what in ("output", "input")]
+        found = []
+        with (
+            hooks.Capture(module, others, reduce=self._rows.reduce, only_here=True) as before,
+            FAST_PATHS_OFF,
+            self._autocast(),
+        ):
+            for _ in range(2):
                 seed_all(seed, plan.device)
-                output = run(_copied(inputs), labels, n)
-                _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+                output = run_model(module, _copied(inputs), title=title)
+                found.append([output, {one.name: before[one.name].clone() for one in others}])
+        got.set()
+        plain: list[Any] | None = found[0]
+        got.is_verified = _gives_alike(plan, *found)
+        if not got.is_verified:  # then nothing can be told by it
+            plain = None
+            log.warning(
+                "%s gives something else in each pass, so that it cannot be seen whether it does "
+                "so because %s is asked for",
+                title,
+                _asked_for(plan),
+            )
+        if plan.ablated:
+            ablating = _ablating(plan, self._seen)
+            ablating.is_verified = got.is_verified
+            self._stack.callback(ablating.remove)
+            self._seen.is_plain = True
             seed_all(seed, plan.device)
-
-        def forward(batch: Batch, piece: Piece) -> Results:
-            nonlocal is_checked, is_looked_at, is_padding_checked, draws_none
-            first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
-            labels = _labels_of(plan, batch, piece)
-            # Not inference mode: a model's own cache could not be trained on afterwards.
-            with torch.no_grad():
-                memory.before_pass()
-                inputs = placed(piece.inputs, plan.device)
-                seed_all(first, plan.device)
-                if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
-                    with autocast():
-                        inputs = prepared.normalize(inputs)
-                if is_known:
-                    inputs = channels_last(inputs)
-                given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
-                wants_mask = bool(rows.mask_takers or plan.ablated)
-                mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
-                rows.mask = None if mask is None else mask.to(plan.device)
-                rows.picture = picture_size(tensors_of(inputs))
-                if not is_looked_at:
-                    is_looked_at = True
-                    look_first(inputs, labels, piece.size, first)
-                states = None if draws_none else _random_states(plan.device)
-                output = run(inputs, labels, piece.size)
-                if states is not None and _random_states(plan.device) != states:
-                    raise ModelError(
-                        f"{plan.model.name} draws random numbers in its passes, in eval mode too, "
-                        "so that a row would hang on the batch it is in; make it a part of a "
-                        "module of your own, whose runs are told apart by batch_size"
-                    )
-                draws_none = True
-                memory.after_pass()
-                try:
-                    arrays, attrs = rows.arrays(got, n=piece.size)
-                except LayerError as error:
-                    last = batch.start + batch.size - 1
-                    raise LayerError(f"rows {batch.start} to {last}: {error}") from None
-                if plan.save_outputs:
-                    logits = _logits(output, plan.model.name, piece.size)
-                    arrays["outputs/logits"] = logits
-                    arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
-                # The first pass was whole: it has shown that each layer runs once.
-                got.stops_early = is_known and not plan.save_outputs and backward is None
-                if not is_checked and piece.size > 1:
-                    is_checked = True
-                    if piece.size in _other_sizes(inputs) | rows.other_sizes | seen.sizes:
-                        _require_samples_first(plan, got, rows, run, inputs, labels, n=piece.size)
-                if not is_padding_checked:
-                    is_padding_checked = _require_padding_unseen(plan, got, rows, run, batch)
-            memory.say_of_zeros(batch)
-            odd = not_finite(arrays)
-            if backward is not None:
-                scores = scores_of(output, n=piece.size, title=plan.model.name)
-                odd |= _without_gradient(scores.detach(), labels)
-            places = range(piece.size) if piece.rows is None else piece.rows.tolist()
-            bad = {places[i]: why for i, why in odd.items() if places[i] not in batch.reasons}
-            return Results(arrays, attrs, bad, memory.first_pass)
-
-        yield forward
+            output = self._run(_copied(inputs), labels, n)
+            self._seen.is_plain = False
+            ablating.require_fired()
+            _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+            rows_before = {point.name: got[point.name] for point in plan.points}
+            seed_all(seed, plan.device)
+            self._run(_copied(inputs), labels, n)
+            if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
+                log.warning(
+                    "the ablations change none of the rows of the first batch: they are of layers "
+                    "that do not lead to %s, or change no number",
+                    ", ".join(rows_before),
+                )
+        elif self._backward is not None:
+            seed_all(seed, plan.device)
+            output = self._run(_copied(inputs), labels, n)
+            _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+        seed_all(seed, plan.device)
 
 
 class _Memory:
