@@ -317,10 +317,8 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 def _put_back_buffers(buffers: Sequence[tuple[nn.Module, _Held]], *, title: str) -> None:
     """Give modules the buffers that they had, and say which were others."""
-    # They stay: whether it has them by now a network may also know by other means. By items: those
-    # of TorchScript cannot be iterated over otherwise.
-    there = [(name, held) for child, held in buffers for name, _ in child._buffers.items()]
-    if new := {name for name, held in there if name not in held}:
+    # They stay: whether it has them by now a network may also know by other means.
+    if new := {name for child, held in buffers for name in child._buffers if name not in held}:
         log.warning("%s made buffers while it ran: %s; they stay", title, listed(new))
     if names := sorted({name for child, held in buffers for name in _put_back(child, held)}):
         log.warning(
