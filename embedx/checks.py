@@ -160,7 +160,7 @@ def check_argument(key: str, value: Any, hint: Any) -> None:
             adapter = TypeAdapter(hint)
         adapter.validate_python(value)
     except ValidationError:
-        shown = repr(value) if isinstance(value, (str, int, float, list, dict)) else _kind(value)
+        shown = repr(value) if isinstance(value, (str, int, float, list, dict)) else kind_of(value)
         if isinstance(value, bool):
             shown = str(value).lower()
         raise ConfigError(
@@ -168,7 +168,8 @@ def check_argument(key: str, value: Any, hint: Any) -> None:
         ) from None
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The type of a value in words: ``a dict``, ``an int``, ``null``."""
     return "null" if value is None else _with_article(type(value).__name__)
 
 

@@ -413,7 +413,7 @@ def _require_labels_of_items(labels: Sequence[Any], looked: "Looked", kind: str)
 
 
 def _label(raw: Any, n_names: int = 0) -> int:
-    """The label in an item: see :func:`whole_label`."""
+    """The label in an item: see :func:`~embedx.sources.whole_label`."""
     return whole_label(raw[1] if isinstance(raw, tuple) and len(raw) > 1 else None, n_names=n_names)
 
 
@@ -664,7 +664,8 @@ class ItemReader:
 
     Attributes:
         items: Where they are.
-        hashes: Of the rows of an array, shape ``(n,)``, by :func:`hashed_rows`; None of a Dataset.
+        hashes: Of the rows of an array, shape ``(n,)``, by :func:`~embedx.sources.hashed_rows`;
+            None of a Dataset.
         gives_all: Whether an item is given whole, and not the input in it.
         gives_label: Whether the label in an item is given too.
         n_names: How many names there are for labels, 0 for any.

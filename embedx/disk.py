@@ -17,15 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from embedx.errors import InUseError, StoreError
-
-if TYPE_CHECKING:
-    pass
 
 Array = npt.NDArray[Any]
 
@@ -36,6 +33,7 @@ class DiskIO:
     """The calls by which rows reach the disk, in one place so that tests can make each one fail."""
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        """Write at ``offset``; how many bytes the disk took, which may be less than all."""
         return os.pwrite(fd, data, offset)
 
     def sync(self, fd: int) -> None:
@@ -67,10 +65,12 @@ class DiskIO:
             self.write_all(fd, zeros[: end - start], start)
 
     def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name, durably; a file that has it is replaced."""
         os.replace(old, new)
         self.sync_folder(new.parent)
 
     def sync_folder(self, folder: Path) -> None:
+        """Make the names in a folder durable."""
         if os.name == "nt":
             return
         fd = os.open(folder, os.O_RDONLY)
@@ -98,7 +98,11 @@ class DiskIO:
         return made
 
     def write_all(self, fd: int, data: Array | bytes | memoryview, offset: int) -> None:
-        """Write all of ``data``, going on after short writes."""
+        """Write all of ``data``, going on after short writes.
+
+        Raises:
+            OSError: The disk takes no more.
+        """
         if isinstance(data, np.ndarray):
             view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
         else:
@@ -313,6 +317,13 @@ def _umask() -> int:
 
 
 def disk_error(error: OSError, path: Path, n_bytes: int | None) -> StoreError:
+    """What the disk refused, in one line; a StoreError is that already.
+
+    Args:
+        error: As it was raised.
+        path: What was to be written.
+        n_bytes: How many bytes it takes; None where that is not known.
+    """
     if isinstance(error, StoreError):
         return error
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -352,13 +363,27 @@ class Lock:
         self._fd = -1
 
     def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            InUseError: Another has it, or this process already.
+            OSError: The file of the lock cannot be written.
+        """
         if owner := self.take():
             is_ours = owner == _THIS_PROCESS
             mend = "close it first" if is_ours else "wait for it, or choose another name=..."
             raise InUseError(f"{self._target} is being written by {owner}; {mend}")
 
     def take(self) -> str:
-        """Take the lock, or say who has it."""
+        """Take the lock.
+
+        Returns:
+            Who has it; "" where it was free and is ours now.
+
+        Raises:
+            OSError: The file of the lock cannot be written; a StoreError where it is a link, or
+                on Windows.
+        """
         try:
             import fcntl
         except ImportError:
@@ -407,6 +432,7 @@ class Lock:
         return is_ours and is_name_of(self.path, self._about)
 
     def release(self) -> None:
+        """Let go of the lock and remove its file; harmless when repeated."""
         with self._turn:
             # That of the process we were forked of is not ours; to close its file here would end a
             # lock of our own on it.
@@ -464,7 +490,7 @@ def writing_lock(target: Path) -> Iterator[None]:
         DISK.make_folder(target.parent)
         lock.acquire()
     except OSError as error:
-        raise disk_error(error, lock.path, 0) from error
+        raise disk_error(error, lock.path, None) from error
     try:
         yield
     finally:
@@ -504,6 +530,7 @@ def waiting_lock(target: Path, *, work: str) -> Iterator[None]:
 
 
 def remove_quietly(*paths: Path) -> None:
+    """Remove files and empty folders, as far as that goes."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()

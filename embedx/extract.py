@@ -19,11 +19,7 @@ from embedx import store
 from embedx.ablations import as_ablations
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
-from embedx.errors import (
-    ConfigError,
-    StoreError,
-    listed,
-)
+from embedx.errors import ConfigError, StoreError, listed
 from embedx.forward import Plan
 from embedx.inputs import (
     Network,

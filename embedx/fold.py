@@ -1,4 +1,7 @@
-"""Batch normalization folded into the convolution before it, while a network only runs forward."""
+"""Which networks are known well enough to run otherwise than they are written, and folding them.
+
+Folded is a batch normalization into the convolution before it, while a network only runs forward.
+"""
 
 import contextlib
 import re

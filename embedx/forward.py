@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from embedx import fold, hooks, models, sources
 from embedx import pooling as pools
 from embedx.ablations import Ablation, Seen
-from embedx.errors import (
-    LayerError,
-    ModelError,
-    ShapeError,
-    listed,
-)
+from embedx.errors import LayerError, ModelError, ShapeError, listed
 from embedx.fingerprints import code_sha256, state_marks, value_sha256
 from embedx.inputs import (
     Batch,
@@ -33,8 +28,10 @@ from embedx.inputs import (
     Precision,
     arithmetic,
     channels_last,
+    mapped,
     placed,
     seed_all,
+    tensors_of,
 )
 from embedx.models import Model
 from embedx.objectives import Backward, Objective, scores_of
@@ -73,6 +70,7 @@ class Plan:
 
     @property
     def has_own_pooling(self) -> bool:
+        """Whether a pooling is code of the user's own."""
         return any(one.code for one in self.poolings)
 
     @property
@@ -206,7 +204,11 @@ class Results:
 
 
 def joined(batch: Batch, done: Sequence[tuple[Piece, Results]]) -> Results:
-    """What the passes of a batch gave, in the order of its rows."""
+    """What the passes of a batch gave, in the order of its rows.
+
+    Raises:
+        ShapeError: They gave rows of several shapes.
+    """
     (piece, first), *others = done
     if piece.rows is None and not others:
         return first
@@ -230,18 +232,25 @@ def joined(batch: Batch, done: Sequence[tuple[Piece, Results]]) -> Results:
 
 
 @contextlib.contextmanager
-def forward_of(plan: Plan) -> Iterator[Any]:
-    """The forward pass with its hooks, as a function from a batch to results."""
+def forward_of(plan: Plan) -> Iterator[Callable[[Batch, Piece], Results]]:
+    """The network on its device, with hooks, for one forward pass after the other.
+
+    What the first pass does not show is looked for by further ones of its inputs.
+
+    Args:
+        plan: What to do.
+
+    Yields:
+        A function of a batch and one of its pieces, which gives :class:`Results`; it raises what is
+        below.
+
+    Raises:
+        LayerError: A point did not fire, its layer ran twice, or what it asks for changes what the
+            model gives.
+        ModelError: The pass failed, draws random numbers, or gives a text another row when padded.
+        ShapeError: What a layer gives is not one row a sample.
+    """
     module = plan.model.module
-    prepared = plan.model.preprocess
-    rows = Rows(
-        plan.points,
-        plan.poolings,
-        dtype=plan.dtype,
-        normalize=plan.normalize,
-        tokens=plan.model.tokens,
-    )
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     with contextlib.ExitStack() as stack:
         lies_on = next((p.device for p in module.parameters()), plan.device)
         if lies_on != plan.device:
@@ -262,165 +271,201 @@ def forward_of(plan: Plan) -> Iterator[Any]:
                 plan.model.name,
                 listed(names),
             )
-        memory = _Memory(plan, is_known=is_known)
-        stack.callback(memory.end)
-        seen = Seen()
-        got = stack.enter_context(
-            hooks.Capture(module, plan.points, reduce=rows.reduce, only_here=True)
+        yield stack.enter_context(_Forward(plan, is_known=is_known))
+
+
+class _Forward:
+    """The forward pass of a plan, for one piece after the other; the first is looked at closely.
+
+    Args:
+        plan: What to do.
+        is_known: Whether the network may be run otherwise than it is written.
+    """
+
+    def __init__(self, plan: Plan, *, is_known: bool) -> None:
+        self._plan = plan
+        self._is_known = is_known
+        self._rows = Rows(
+            plan.points,
+            plan.poolings,
+            dtype=plan.dtype,
+            normalize=plan.normalize,
+            tokens=plan.model.tokens,
         )
-        got.is_verified = True  # by look_first, where gradients are wanted
-        ablating: hooks.Intervention | None = None
-        backward = None
+        self._got = hooks.Capture(
+            plan.model.module, plan.points, reduce=self._rows.reduce, only_here=True
+        )
+        self._got.is_verified = True  # by _look_first, where gradients are wanted
+        self._backward: Backward | None = None
         if plan.objective is not None:
-            backward = Backward(
+            self._backward = Backward(
                 plan.objective,
-                got,
+                self._got,
                 title=plan.model.name,
                 label_names=plan.source.label_names,
                 label_numbers=plan.source.label_numbers,
                 classes=plan.classes,
             )
+        self._memory = _Memory(plan, is_known=is_known)
+        self._seen = Seen()
+        self._stack = contextlib.ExitStack()
+        # Where it may draw, batch_size decides the rows too.
+        self._draws_none = not plan.is_by_sample
+        self._is_checked = False
+        self._is_looked_at = self._backward is None and not plan.ablated
+        self._is_padding_checked = plan.model.tokenizer is None
 
-        def run(inputs: Inputs, labels: Tensor | None, n: int) -> Any:
-            """One pass, and one back where gradients are wanted."""
-            seen.n, seen.mask, seen.picture = n, rows.mask, rows.picture
-            with contextlib.ExitStack() as block:
-                if backward is not None:
-                    inputs = block.enter_context(differentiable(module, inputs))
-                with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
-                    output = run_model(module, inputs, title=plan.model.name)
-                if backward is not None:
-                    backward.run(output, labels, n=n)
-                    if got.cut_off:
-                        raise LayerError(
-                            f"{plan.model.name} also keeps what {', '.join(got.cut_off)} is taken "
-                            "at by itself (an attribute, a hook of its own, a list that it gives), "
-                            "and what comes by that way would be left out; choose another layer"
-                        )
-            return output
+    def __enter__(self) -> "_Forward":
+        self._stack.callback(self._memory.end)
+        self._stack.enter_context(self._got)
+        return self
 
-        draws_none = not plan.is_by_sample  # where it may draw, batch_size decides the rows too
-        is_checked = False
-        is_looked_at = backward is None and not plan.ablated
-        is_padding_checked = plan.model.tokenizer is None
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-        def look_first(inputs: Inputs, labels: Tensor | None, n: int, seed: int) -> None:
-            """Set the ablations, and see by passes of the first batch that nothing else changes."""
-            nonlocal ablating
-            if backward is not None:
-                got.remove()
-            others = [point for point in plan.points if point.what in ("output", "input")]
-            found = []
-            with (
-                hooks.Capture(module, others, reduce=rows.reduce, only_here=True) as before,
-                FAST_PATHS_OFF,
-                torch.autocast(plan.device.type, dtype=half, enabled=half is not None),
-            ):
-                for _ in range(2):
-                    seed_all(seed, plan.device)
-                    output = run_model(module, _copied(inputs), title=plan.model.name)
-                    found.append([output, {one.name: before[one.name].clone() for one in others}])
-            got.set()
-            plain: list[Any] | None = found[0]
-            got.is_verified = _gives_alike(plan, *found)
-            if not got.is_verified:  # then nothing can be told by it
-                plain = None
-                log.warning(
-                    "%s gives something else in each pass, so that it cannot be seen whether it "
-                    "does so because %s is asked for",
-                    plan.model.name,
-                    _asked_for(plan),
+    def __call__(self, batch: Batch, piece: Piece) -> Results:
+        """One pass, as :func:`forward_of` has it."""
+        plan, rows, got = self._plan, self._rows, self._got
+        first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
+        labels = _labels_of(plan, batch, piece)
+        # Not inference mode: a model's own cache could not be trained on afterwards.
+        with torch.no_grad():
+            self._memory.before_pass()
+            inputs = self._entering(batch, piece, seed=first)
+            if not self._is_looked_at:
+                self._is_looked_at = True
+                self._look_first(inputs, labels, n=piece.size, seed=first)
+            states = None if self._draws_none else _random_states(plan.device)
+            output = self._run(inputs, labels, piece.size)
+            if states is not None and _random_states(plan.device) != states:
+                raise ModelError(
+                    f"{plan.model.name} draws random numbers in its passes, in eval mode too, so "
+                    "that a row would hang on the batch it is in; make it a part of a module of "
+                    "your own, whose runs are told apart by batch_size"
                 )
-            if plan.ablated:
-                ablating = _ablating(plan, seen)
-                ablating.is_verified = got.is_verified
-                stack.callback(ablating.remove)
-                seen.is_plain = True
-                seed_all(seed, plan.device)
-                output = run(_copied(inputs), labels, n)
-                seen.is_plain = False
-                ablating.require_fired()
-                _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
-                rows_before = {point.name: got[point.name] for point in plan.points}
-                seed_all(seed, plan.device)
-                run(_copied(inputs), labels, n)
-                if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
-                    log.warning(
-                        "the ablations change none of the rows of the first batch: they are of "
-                        "layers that do not lead to %s, or change no number",
-                        ", ".join(rows_before),
+            self._draws_none = True
+            self._memory.after_pass()
+            try:
+                arrays, attrs = rows.arrays(got, n=piece.size)
+            except LayerError as error:
+                last = batch.start + batch.size - 1
+                raise LayerError(f"rows {batch.start} to {last}: {error}") from None
+            if plan.save_outputs:
+                logits = _logits(output, plan.model.name, piece.size)
+                arrays["outputs/logits"] = logits
+                arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
+            # The first pass was whole: it has shown that each layer runs once.
+            got.stops_early = self._is_known and not plan.save_outputs and self._backward is None
+            if not self._is_checked and piece.size > 1:
+                self._is_checked = True
+                if piece.size in _other_sizes(inputs) | rows.other_sizes | self._seen.sizes:
+                    _require_samples_first(plan, got, rows, self._run, inputs, labels, n=piece.size)
+            if not self._is_padding_checked:
+                self._is_padding_checked = _require_padding_unseen(
+                    plan, got, rows, self._run, batch
+                )
+        self._memory.say_of_zeros(batch)
+        odd = not_finite(arrays)
+        if self._backward is not None:
+            scores = scores_of(output, n=piece.size, title=plan.model.name)
+            odd |= _without_gradient(scores.detach(), labels)
+        places = range(piece.size) if piece.rows is None else piece.rows.tolist()
+        bad = {places[i]: why for i, why in odd.items() if places[i] not in batch.reasons}
+        return Results(arrays, attrs, bad, self._memory.first_pass)
+
+    def _entering(self, batch: Batch, piece: Piece, *, seed: int) -> Inputs:
+        """What enters the network, on its device; what of it is padding goes to the rows."""
+        plan, rows = self._plan, self._rows
+        prepared = plan.model.preprocess
+        inputs = placed(piece.inputs, plan.device)
+        seed_all(seed, plan.device)
+        if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
+            with self._autocast():
+                inputs = prepared.normalize(inputs)
+        if self._is_known:
+            inputs = channels_last(inputs)
+        given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
+        wants_mask = bool(rows.mask_takers or plan.ablated)
+        mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
+        rows.mask = None if mask is None else mask.to(plan.device)
+        rows.picture = picture_size(tensors_of(inputs))
+        return inputs
+
+    def _autocast(self) -> torch.autocast:
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._plan.precision)
+        return torch.autocast(self._plan.device.type, dtype=half, enabled=half is not None)
+
+    def _run(self, inputs: Inputs, labels: Tensor | None, n: int) -> Any:
+        """One pass, and one back where gradients are wanted."""
+        module, title, rows = self._plan.model.module, self._plan.model.name, self._rows
+        self._seen.n, self._seen.mask, self._seen.picture = n, rows.mask, rows.picture
+        with contextlib.ExitStack() as block:
+            if self._backward is not None:
+                inputs = block.enter_context(differentiable(module, inputs))
+            with self._autocast():
+                output = run_model(module, inputs, title=title)
+            if self._backward is not None:
+                self._backward.run(output, labels, n=n)
+                if self._got.cut_off:
+                    raise LayerError(
+                        f"{title} also keeps what {', '.join(self._got.cut_off)} is taken at by "
+                        "itself (an attribute, a hook of its own, a list that it gives), and what "
+                        "comes by that way would be left out; choose another layer"
                     )
-            elif backward is not None:
+        return output
+
+    def _look_first(self, inputs: Inputs, labels: Tensor | None, *, n: int, seed: int) -> None:
+        """Set the ablations, and see by passes of the first batch that nothing else changes."""
+        plan, got = self._plan, self._got
+        module, title = plan.model.module, plan.model.name
+        if self._backward is not None:
+            got.remove()
+        others = [point for point in plan.points if point.what in ("output", "input")]
+        found = []
+        with (
+            hooks.Capture(module, others, reduce=self._rows.reduce, only_here=True) as before,
+            FAST_PATHS_OFF,
+            self._autocast(),
+        ):
+            for _ in range(2):
                 seed_all(seed, plan.device)
-                output = run(_copied(inputs), labels, n)
-                _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+                output = run_model(module, _copied(inputs), title=title)
+                found.append([output, {one.name: before[one.name].clone() for one in others}])
+        got.set()
+        plain: list[Any] | None = found[0]
+        got.is_verified = _gives_alike(plan, *found)
+        if not got.is_verified:  # then nothing can be told by it
+            plain = None
+            log.warning(
+                "%s gives something else in each pass, so that it cannot be seen whether it does "
+                "so because %s is asked for",
+                title,
+                _asked_for(plan),
+            )
+        if plan.ablated:
+            ablating = _ablating(plan, self._seen)
+            ablating.is_verified = got.is_verified
+            self._stack.callback(ablating.remove)
+            self._seen.is_plain = True
             seed_all(seed, plan.device)
-
-        def forward(batch: Batch, piece: Piece) -> Results:
-            nonlocal is_checked, is_looked_at, is_padding_checked, draws_none
-            first = batch.start + (0 if piece.rows is None else int(piece.rows.min()))
-            labels = _labels_of(plan, batch, piece)
-            # Not inference mode: a model's own cache could not be trained on afterwards.
-            with torch.no_grad():
-                memory.before_pass()
-                inputs = placed(piece.inputs, plan.device)
-                seed_all(first, plan.device)
-                if prepared is not None and batch.are_pixels and isinstance(inputs, Tensor):
-                    with torch.autocast(plan.device.type, dtype=half, enabled=half is not None):
-                        inputs = prepared.normalize(inputs)
-                if is_known:
-                    inputs = channels_last(inputs)
-                given = {} if isinstance(piece.inputs, Tensor) else piece.inputs
-                wants_mask = bool(rows.mask_takers or plan.ablated)
-                mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
-                rows.mask = None if mask is None else mask.to(plan.device)
-                rows.picture = picture_size(
-                    [inputs] if isinstance(inputs, Tensor) else inputs.values()
+            output = self._run(_copied(inputs), labels, n)
+            self._seen.is_plain = False
+            ablating.require_fired()
+            _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+            rows_before = {point.name: got[point.name] for point in plan.points}
+            seed_all(seed, plan.device)
+            self._run(_copied(inputs), labels, n)
+            if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
+                log.warning(
+                    "the ablations change none of the rows of the first batch: they are of layers "
+                    "that do not lead to %s, or change no number",
+                    ", ".join(rows_before),
                 )
-                if not is_looked_at:
-                    is_looked_at = True
-                    look_first(inputs, labels, piece.size, first)
-                states = None if draws_none else _random_states(plan.device)
-                output = run(inputs, labels, piece.size)
-                if states is not None and _random_states(plan.device) != states:
-                    raise ModelError(
-                        f"{plan.model.name} draws random numbers in its passes, in eval mode too, "
-                        "so that a row would hang on the batch it is in; make it a part of a "
-                        "module of your own, whose runs are told apart by batch_size"
-                    )
-                draws_none = True
-                memory.after_pass()
-                try:
-                    arrays, attrs = rows.arrays(got, n=piece.size)
-                except LayerError as error:
-                    last = batch.start + batch.size - 1
-                    raise LayerError(f"rows {batch.start} to {last}: {error}") from None
-                if plan.save_outputs:
-                    logits = _logits(output, plan.model.name, piece.size)
-                    arrays["outputs/logits"] = logits
-                    arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
-                # The first pass was whole: it has shown that each layer runs once.
-                got.stops_early = is_known and not plan.save_outputs and backward is None
-                if not is_checked and piece.size > 1:
-                    is_checked = True
-                    if piece.size in _other_sizes(inputs) | rows.other_sizes | seen.sizes:
-                        _require_samples_first(plan, got, rows, run, inputs, labels, n=piece.size)
-                if not is_padding_checked:
-                    is_padding_checked = _require_padding_unseen(plan, got, rows, run, batch)
-            memory.say_of_zeros(batch)
-            places = range(piece.size) if piece.rows is None else piece.rows.tolist()
-            odd = {places[i]: why for i, why in not_finite(arrays).items()}
-            if backward is not None:
-                scores = scores_of(output, n=piece.size, title=plan.model.name)
-                strange = (~scores.detach().isfinite().all(1)).nonzero()[:, 0].tolist()
-                odd |= {places[i]: "its scores are not finite" for i in strange}
-            if plan.objective == "loss" and labels is not None:
-                of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
-                odd |= {places[i]: "it has no label to have a loss of" for i in of_none}
-            bad = {i: why for i, why in odd.items() if i not in batch.reasons}
-            return Results(arrays, attrs, bad, memory.first_pass)
-
-        yield forward
+        elif self._backward is not None:
+            seed_all(seed, plan.device)
+            output = self._run(_copied(inputs), labels, n)
+            _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+        seed_all(seed, plan.device)
 
 
 class _Memory:
@@ -522,8 +567,7 @@ def _own_generators(module: nn.Module) -> list[str]:
 
 def _other_sizes(inputs: Inputs) -> set[int]:
     """Sizes of the axes that are not that of the samples."""
-    tensors = [inputs] if isinstance(inputs, Tensor) else inputs.values()
-    return {size for tensor in tensors for size in tensor.shape[1:]}
+    return {size for tensor in tensors_of(inputs) for size in tensor.shape[1:]}
 
 
 def _labels_of(plan: Plan, batch: Batch, piece: Piece) -> Tensor | None:
@@ -537,6 +581,21 @@ def _labels_of(plan: Plan, batch: Batch, piece: Piece) -> Tensor | None:
     if piece.rows is not None:
         labels = labels[piece.rows]
     return torch.from_numpy(np.asarray(labels, np.int64)).to(plan.device)
+
+
+def _without_gradient(scores: Tensor, labels: Tensor | None) -> dict[int, str]:
+    """Rows whose objective has no gradient, with why: they are failed rows of a file.
+
+    Args:
+        scores: Shape ``(n, classes)``.
+        labels: Shape ``(n,)``, -1 for none; None where the objective takes none.
+    """
+    strange = (~scores.isfinite().all(1)).nonzero()[:, 0].tolist()
+    found = dict.fromkeys(strange, "its scores are not finite")
+    if labels is not None:
+        of_none = np.flatnonzero(labels.cpu().numpy() < 0).tolist()
+        found |= dict.fromkeys(of_none, "it has no label to have a loss of")
+    return found
 
 
 def _ablating(plan: Plan, seen: Seen) -> hooks.Intervention:
@@ -554,9 +613,7 @@ def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
 
 def _copied(inputs: Inputs) -> Inputs:
     """A model may work in place on what enters it."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone()
-    return {name: tensor.clone() for name, tensor in inputs.items()}
+    return mapped(inputs, torch.clone)
 
 
 def _asked_for(plan: Plan) -> str:
@@ -574,8 +631,8 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
     if plain is not None and not _gives_alike(plan, plain, found):
         raise LayerError(
             f"{plan.model.name} gives something else when {_asked_for(plan)} is asked for: a layer "
-            "there "
-            "works in place on what another one takes too; name the layer before, or one around it"
+            "there works in place on what another one takes too; name the layer before, or one "
+            "around it"
         )
 
 
@@ -665,15 +722,11 @@ def _require_samples_first(
     before = {point.name: got[point.name] for point in plan.points}
 
     def run_again(rows_of: slice | list[int]) -> None:
-        # A copy: the model may work in place on what enters.
-        if isinstance(inputs, Tensor):
-            some: Inputs = inputs[rows_of].clone()
-        else:
-            some = {name: tensor[rows_of].clone() for name, tensor in inputs.items()}
+        some = _copied(mapped(inputs, lambda tensor: tensor[rows_of]))
         rows.mask = None if mask is None else mask[rows_of]
         of = None if labels is None else labels[rows_of]
         seed_all(0, plan.device)
-        run(some, of, len(some if isinstance(some, Tensor) else next(iter(some.values()))))
+        run(some, of, len(tensors_of(some)[0]))
 
     few, mask = min(2, n - 1), rows.mask
     try:

@@ -132,6 +132,7 @@ class Seen:
 
     @property
     def depth(self) -> int:
+        """How many modules below the outermost level it lies."""
         return self.name.count(".")
 
 

@@ -131,9 +131,9 @@ class Capture(Mapping[str, Tensor]):
         only_here: Passes of other threads than the one that makes this are let alone.
 
     Attributes:
-        stops_early: Whether a pass ends once every point has fired; only :func:`run_model` knows
-            such an end from an error. A layer is then not seen to run again later in the pass, so
-            one whole pass should come first.
+        stops_early: Whether a pass ends once every point has fired; only
+            :func:`~embedx.passes.run_model` knows such an end from an error. A layer is then not
+            seen to run again later in the pass, so one whole pass should come first.
         is_verified: Whether it was seen that the model gives the same without the capture.
     """
 
@@ -401,18 +401,18 @@ class Capture(Mapping[str, Tensor]):
                 f"{point.name} runs within torch.func (vmap, grad or the like), where a tensor has "
                 "no values to keep; run the model outside of it"
             )
-        kept = self._reduced(point, value)
-        # The next layer may work in place on the original. What is not dense has no one storage.
-        is_dense = value.layout == torch.strided and not value.is_nested
-        if not is_dense or kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            kept = kept.clone()
-        self._own().tensors[point.name] = kept
+        self._own().tensors[point.name] = self._copied(point, value)
 
-    def _reduced(self, point: Point, value: Tensor) -> Tensor:
+    def _copied(self, point: Point, value: Tensor) -> Tensor:
+        """What is kept of a tensor: reduced where that is wanted, and of numbers of its own."""
         kept = value.detach()
         if self._reduce is not None:
             with torch.no_grad():  # it may have parameters of its own
                 kept = self._reduce(point, kept).detach()
+        # The next layer may work in place on the original. What is not dense has no one storage.
+        is_dense = value.layout == torch.strided and not value.is_nested
+        if not is_dense or kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            kept = kept.clone()
         return kept
 
     def _await(self, point: Point, value: Tensor, *, is_shared: bool) -> Tensor:
@@ -449,9 +449,7 @@ class Capture(Mapping[str, Tensor]):
             if original is not None and original() is not None:
                 latest.cut_off.add(point.name)
                 self._say_cut_off(point)
-            kept = self._reduced(point, gradient)
-            if kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
-                kept = kept.clone()
+            kept = self._copied(point, gradient)
             if point.name in latest.tensors:
                 latest.again.add(point.name)
             latest.tensors[point.name] = kept
@@ -510,12 +508,7 @@ class Capture(Mapping[str, Tensor]):
         self._own().copies.clear()
         for name, scores in self._own().scores.items():
             given = class_scores(output)
-            is_same = (
-                given is not None
-                and given.shape == scores.shape
-                and same_values(given.detach(), scores)
-            )
-            if not is_same:
+            if given is None or not same_values(given.detach(), scores):
                 raise LayerError(
                     f"{name}: {self._points[name].layer} does not give the class scores of the "
                     "model; choose the layer that does, most often the last Linear"
@@ -565,7 +558,7 @@ class Capture(Mapping[str, Tensor]):
         )
 
 
-def _carrier(value: Tensor, *, is_shared: bool, into: str | None = None) -> Tensor:
+def _carrier(value: Tensor, *, is_shared: bool, into: str | None) -> Tensor:
     """A tensor whose hooks see the gradient of what a value is now, whatever is done with it later.
 
     It is the value itself, or a copy that has to go on in its place: the hooks of a view are lost
@@ -575,7 +568,8 @@ def _carrier(value: Tensor, *, is_shared: bool, into: str | None = None) -> Tens
         value: Of floats, in a pass with gradients.
         is_shared: Whether other layers may take the same tensor, whose part in the gradient is not
             wanted.
-        into: The layer that the copy enters, and no other: for this one it is not shared.
+        into: The layer that the copy enters, and no other: for this one it is not shared. None
+            where it goes on to any.
     """
     if not value.requires_grad:
         carrier = value.detach().requires_grad_().clone()
@@ -718,7 +712,7 @@ def capture(
 
     Args:
         module: The model; it is left exactly as it was.
-        points: One capture point or several, as in :func:`resolve_points`.
+        points: One capture point or several, as in :func:`~embedx.points.resolve_points`.
         reduce: Applied to a copy of each tensor inside the hook, such as a pooling; None keeps it
             whole.
 
@@ -1029,8 +1023,7 @@ def watched(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(FAST_PATHS_OFF)
-        if "torch._dynamo" in sys.modules:  # what is compiled would call no hooks, or compile them
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(COMPILED_OFF)
         for name, child in module.named_modules():
             for handle in register(name, child):
                 stack.callback(_take_off, handle)

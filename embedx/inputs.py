@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import platform
-import random
 import signal
 import threading
 import time
@@ -263,14 +262,12 @@ class Piece:
 
     @property
     def size(self) -> int:
-        one = self.inputs if isinstance(self.inputs, Tensor) else next(iter(self.inputs.values()))
-        return len(one)
+        """How many items enter, b."""
+        return len(tensors_of(self.inputs)[0])
 
     def pin_memory(self) -> "Piece":
-        if isinstance(self.inputs, Tensor):
-            return dataclasses.replace(self, inputs=self.inputs.pin_memory())
-        pinned = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        return dataclasses.replace(self, inputs=pinned)
+        """The same with its inputs where a GPU can copy them from while it computes."""
+        return dataclasses.replace(self, inputs=mapped(self.inputs, torch.Tensor.pin_memory))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -543,7 +540,7 @@ class Batches(torch.utils.data.Dataset[Batch]):
                 f"the collate_fn of the DataLoader failed on rows {start} to "
                 f"{start + len(items) - 1}: {_reason(error)}"
             ) from error
-        for tensor in [inputs] if isinstance(inputs, Tensor) else inputs.values():
+        for tensor in tensors_of(inputs):
             if tensor.ndim == 0 or len(tensor) != len(items):
                 raise ShapeError(
                     "the collate_fn of the DataLoader gives inputs of shape "
@@ -622,6 +619,11 @@ def _own_tensors(values: Mapping[Any, Any]) -> dict[str, Tensor]:
             f"two of its names are one as texts ({', '.join(map(repr, values))}); give the names "
             "of the model's arguments"
         )
+    if not named:
+        raise DataError(
+            "what enters is a mapping that holds nothing; give tensors by the names of the model's "
+            "arguments"
+        )
     return named
 
 
@@ -661,6 +663,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
+# --------------------------------------------------------------------------- workers
+
+
 def only(batches: list[Batch]) -> Batch:
     """What a DataLoader collates where an item is a batch already."""
     return batches[0]
@@ -682,12 +687,13 @@ def start_worker(_: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-# --------------------------------------------------------------------------- workers
-
-
 @contextlib.contextmanager
 def workers_said(n: int) -> Iterator[None]:
-    """A worker process that dies is one line. torch raises it from a signal handler, anywhere."""
+    """A worker process that dies is one line. torch raises it from a signal handler, anywhere.
+
+    Raises:
+        DataError: It died, or the system has no more files to open.
+    """
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -707,7 +713,11 @@ def workers_said(n: int) -> Iterator[None]:
 
 
 def started(loader: "torch.utils.data.DataLoader[T]") -> Iterable[T]:
-    """The batches, once the processes that read them are started."""
+    """The batches, once the processes that read them are started.
+
+    Raises:
+        DataError: They cannot be started here, or the data cannot be sent to them.
+    """
     try:
         # A loader draws its seed where torch makes tensors, which may be set to meta.
         with warnings.catch_warnings(), torch.device("cpu"):
@@ -732,28 +742,36 @@ def started(loader: "torch.utils.data.DataLoader[T]") -> Iterable[T]:
 # --------------------------------------------------------------------------- passes
 
 
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """The tensors that enter, one at least."""
+    return [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+
+
+def mapped(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+    """What a function gives of each tensor that enters, by the same names."""
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    return {name: function(tensor) for name, tensor in inputs.items()}
+
+
 def placed(inputs: Inputs, device: torch.device) -> Inputs:
     """Inputs on a device."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device, non_blocking=True)
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+    return mapped(inputs, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def channels_last(inputs: Inputs) -> Inputs:
     """Feature maps in the layout in which convolutions are fastest; the numbers are the same."""
-    if not isinstance(inputs, Tensor):
-        return {name: channels_last(tensor) for name, tensor in inputs.items()}  # type: ignore[misc]
-    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs
+    layout = torch.channels_last
+    return mapped(
+        inputs, lambda one: one.contiguous(memory_format=layout) if one.ndim == 4 else one
+    )
 
 
 def seed_all(seed: int, device: torch.device) -> None:
     """A model that draws random numbers draws the same ones for a batch in every run."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.4 ms
-    else:
-        torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    sources.seed_random(seed)
+    if device.type != "cpu":
+        torch.manual_seed(seed)  # of every GPU in use too; it takes 0.4 ms
 
 
 def made_by(model: Model, device: torch.device) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from embedx import hooks, store
-from embedx.checks import checked
+from embedx.checks import checked, kind_of
 from embedx.disk import replace_file
 from embedx.errors import ConfigError, LayerError, ModelError, listed, number_of, short
 from embedx.models import Model
@@ -229,8 +229,9 @@ def layers(
     if depth is not None and depth < 0:
         raise ConfigError(f"depth must be 0 or more, not {depth}")
     if not isinstance(model, (Model, nn.Module)):
-        kind = type(model).__name__
-        raise ConfigError(f"model must be an nn.Module or an embedx.models.Model, not an {kind}")
+        raise ConfigError(
+            f"model must be an nn.Module or an embedx.models.Model, not {kind_of(model)}"
+        )
     path = None if out is None else Path(out)
     if path is not None:
         format = format or FORMATS.get(path.suffix.lower(), "tree")

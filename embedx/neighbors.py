@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from embedx import store
 from embedx.disk import waiting_lock
 from embedx.errors import StoreError, first_line
-from embedx.matrix import Matrix
+from embedx.matrix import Array, Matrix
 from embedx.threads import n_threads
 
-Array = npt.NDArray[Any]
 Metric = Literal["euclidean", "cosine"]
 
 log = logging.getLogger("embedx")

@@ -141,13 +141,9 @@ def overlay(
     w, h = PANEL_IN * wide / longest, PANEL_IN * high / longest
     lines = [*caption, sample_words(sample)]
     below = [measured, *(["orange: for the class, purple: against it"] if is_signed else [])]
-    width = 2 * MARGIN_IN + 3 * w + 2 * GAP_IN
-    width = max(width, 2 * FILLED_IN)
-    left = MARGIN_IN
-    head, foot = (
-        MARGIN_IN + 3.2 * LINE_IN,
-        MARGIN_IN + LINE_IN * (len(lines) + 2.8 + 0.8 * len(below)),
-    )
+    width = max(2 * MARGIN_IN + 3 * w + 2 * GAP_IN, 2 * FILLED_IN)
+    head = MARGIN_IN + 3.2 * LINE_IN
+    foot = MARGIN_IN + LINE_IN * (len(lines) + 2.8 + 0.8 * len(below))
     page = _Page(width, head + h + foot)
     with themed(THEMES["light"]):
         figure = page.begin(needed_for="a picture of a map")
@@ -155,14 +151,15 @@ def overlay(
         heads = ("input", "map", "map on input")
         pictures = (sample.picture, None, mixed)
         for i, (words, picture) in enumerate(zip(heads, pictures, strict=True)):
-            x = left + i * (w + GAP_IN)
+            x = MARGIN_IN + i * (w + GAP_IN)
             page.text(x, head - 0.45 * LINE_IN, words, size_pt=TEXT_PT, color=QUIET)
             axes = page.axes(x, head, w, h)
             if picture is None:
                 axes.imshow(values, cmap=scale, norm=limits, interpolation="nearest", aspect="auto")
             else:
                 axes.imshow(picture, interpolation="nearest", aspect="auto")
-        bar = page.axes(left + w + GAP_IN, head + h + 0.55 * LINE_IN, w, 0.09, frame=False)
+        x = MARGIN_IN + w + GAP_IN  # of the map
+        bar = page.axes(x, head + h + 0.55 * LINE_IN, w, 0.09, frame=False)
         colors = figure.colorbar(ScalarMappable(limits, scale), cax=bar, orientation="horizontal")
         colors.outline.set_visible(False)
         ticks = [-top, 0.0, top] if is_signed else [0.0, top / 2, top]
@@ -180,7 +177,7 @@ def overlay(
         y = head + h + 2.75 * LINE_IN
         for i, words in enumerate(below):
             base = y + 0.8 * i * LINE_IN
-            page.text(left + w + GAP_IN, base, words, size_pt=SMALL_PT, color=QUIET)
+            page.text(x, base, words, size_pt=SMALL_PT, color=QUIET)
         for i, line in enumerate(lines):
             page.text(
                 MARGIN_IN,
@@ -253,15 +250,14 @@ def layer_sheet(samples: Sequence[Sample], column: Column, *, title: str) -> "Fi
     cells = _Cells.around(pictures, head=2.9 + (1.1 if remarks else 0))
     page = cells.page(across=k + 1, down=len(samples))
     with themed(THEMES["light"]):
-        page.begin(needed_for="a picture of feature maps")
+        figure = page.begin(needed_for="a picture of feature maps")
         _heading(page, words, title, remarks)
         for line, sample in enumerate(samples):
             about = [] if sample.id == str(sample.row) else [sample.id]
             _tile(page, cells, 0, line, sample.picture, f"row {sample.row}", *about)
             for i, channel in enumerate(column.channels):
                 _map_tile(page, cells, i + 1, line, column.maps[line][i], channel)
-    assert page.figure is not None
-    return page.figure
+    return figure
 
 
 def depth_sheet(sample: Sample, columns: Sequence[Column], number: int, *, title: str) -> "Figure":
@@ -287,7 +283,7 @@ def depth_sheet(sample: Sample, columns: Sequence[Column], number: int, *, title
     cells = cells._replace(head=4.0 + 0.8 * n_lines + (1.1 if remarks else 0))
     page = cells.page(across=len(columns) * beside + 1, down=down)
     with themed(THEMES["light"]):
-        page.begin(needed_for="a picture of feature maps")
+        figure = page.begin(needed_for="a picture of feature maps")
         _heading(page, f"{sample_words(sample)}, layer by layer", title, remarks)
         _tile(page, cells, 0, 0, sample.picture, "input")
         for i, column in enumerate(columns):
@@ -301,8 +297,7 @@ def depth_sheet(sample: Sample, columns: Sequence[Column], number: int, *, title
             for at, channel in enumerate(column.channels):
                 line, step = divmod(at, beside)
                 _map_tile(page, cells, first + step, line, column.maps[number][at], channel)
-    assert page.figure is not None
-    return page.figure
+    return figure
 
 
 def _parted(columns: Sequence[Column]) -> tuple[list[str], str]:

@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,9 +47,9 @@ FAST_PATHS_OFF = _FastPathsOff()
 
 
 class _CompiledOff:
-    """What was compiled runs as it is written while anything is changed in it.
+    """What was compiled runs as it is written while anything is changed in it, or is watched.
 
-    It would know nothing of the change, or if it was compiled meanwhile, go on with it for ever.
+    It would know nothing of that, or if it was compiled meanwhile, go on with it for ever.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _CompiledOff:
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._users == 0 and "torch._dynamo" in sys.modules:
+            if self._stance is None and "torch._dynamo" in sys.modules:
                 self._stance = torch.compiler.set_stance("force_eager")
                 self._stance.__enter__()
             self._users += 1
@@ -171,8 +171,9 @@ def run_model(module: nn.Module, inputs: Inputs, *, title: str) -> Any:
 
 
 def same_values(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same values; NaN is NaN."""
-    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+    """Whether two tensors hold the same values, on one device; NaN is NaN."""
+    is_alike = tensor.shape == other.shape and tensor.device == other.device
+    return is_alike and bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 _RUNNING: set[int] = set()  # ids of the modules that are run undisturbed at this moment
@@ -220,7 +221,7 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
             if not isinstance(child, torch.jit.ScriptModule)  # which gives copies of them
         ]
         parameters = [
-            (name, parameter, _sums(parameter), parameter.requires_grad, parameter.grad)
+            _Parameter(name, parameter, _sums(parameter), parameter.requires_grad, parameter.grad)
             for name, parameter in module.named_parameters()
             if not _is_lazy(parameter)
         ]
@@ -260,35 +261,14 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
                     child.train(training)  # it may do more, such as take merged weights apart
             for child, training in modes:
                 child.training = training
-            # They stay: whether it has them by now a network may also know by other means.
-            new = {name for child, held in buffers for name in child._buffers if name not in held}
-            if new:
-                log.warning("%s made buffers while it ran: %s; they stay", title, listed(new))
-            names = sorted({name for child, held in buffers for name in _put_back(child, held)})
-            if names:
-                log.warning(
-                    "%s changed its buffers while it ran: %s; they are put back",
-                    title,
-                    ", ".join(names),
-                )
-            names = []
-            for name, parameter, _, requires_grad, grad in parameters:
-                if parameter.requires_grad != requires_grad or parameter.grad is not grad:
-                    parameter.requires_grad_(requires_grad)
-                    parameter.grad = grad
-                    names.append(name)
-            if names:
-                log.warning(
-                    "%s changed while it ran what gradients its parameters have, or whether: %s; "
-                    "that is put back",
-                    title,
-                    listed(names),
-                )
+            _put_back_buffers(buffers, title=title)
+            _put_back_gradients(parameters, title=title)
             now = dict(module.named_parameters())
             changed = [
-                name
-                for name, parameter, value, *_ in parameters
-                if now.get(name) is not parameter or not same_values(_sums(parameter), value)
+                one.name
+                for one in parameters
+                if now.get(one.name) is not one.parameter
+                or not same_values(_sums(one.parameter), one.sums)
             ]
             if changed:
                 log.warning(
@@ -299,7 +279,37 @@ def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Ite
                 )
 
 
-def _buffers_of(child: nn.Module) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+class _Parameter(NamedTuple):
+    """A parameter, and what it was before a model ran."""
+
+    name: str
+    parameter: nn.Parameter
+    sums: Tensor
+    requires_grad: bool
+    grad: Tensor | None
+
+
+def _put_back_gradients(parameters: Sequence[_Parameter], *, title: str) -> None:
+    """Give parameters the gradients that they had, if any, and say which had others."""
+    names = []
+    for name, parameter, _, requires_grad, grad in parameters:
+        if parameter.requires_grad != requires_grad or parameter.grad is not grad:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+            names.append(name)
+    if names:
+        log.warning(
+            "%s changed while it ran what gradients its parameters have, or whether: %s; that is "
+            "put back",
+            title,
+            listed(names),
+        )
+
+
+_Held = Mapping[str, tuple[Tensor | None, Tensor | None]]  # buffers, with copies of their values
+
+
+def _buffers_of(child: nn.Module) -> _Held:
     """The buffers of a module, each with a copy of its values; None of what has none yet."""
     return {
         name: (buffer, None if buffer is None or _is_lazy(buffer) else buffer.detach().clone())
@@ -311,9 +321,18 @@ def _is_lazy(tensor: Tensor) -> bool:
     return bool(nn.parameter.is_lazy(tensor))
 
 
-def _put_back(
-    child: nn.Module, held: Mapping[str, tuple[Tensor | None, Tensor | None]]
-) -> list[str]:
+def _put_back_buffers(buffers: Sequence[tuple[nn.Module, _Held]], *, title: str) -> None:
+    """Give modules the buffers that they had, and say which were others."""
+    # They stay: whether it has them by now a network may also know by other means.
+    if new := {name for child, held in buffers for name in child._buffers if name not in held}:
+        log.warning("%s made buffers while it ran: %s; they stay", title, listed(new))
+    if names := sorted({name for child, held in buffers for name in _put_back(child, held)}):
+        log.warning(
+            "%s changed its buffers while it ran: %s; they are put back", title, ", ".join(names)
+        )
+
+
+def _put_back(child: nn.Module, held: _Held) -> list[str]:
     """Give a module the buffers that it had; the names of those that changed."""
     changed = []
     for name, (buffer, value) in held.items():

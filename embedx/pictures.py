@@ -107,6 +107,15 @@ def decode_bytes(data: bytes) -> Image.Image:
 
 
 def decode_file(file: IO[bytes]) -> Image.Image:
+    """Read a picture from an open file, as :func:`decode_image` does.
+
+    Args:
+        file: At its beginning; it stays open.
+
+    Raises:
+        DataError: As there.
+        OSError: As there.
+    """
     with _PILLOW.quiet(), whole_pictures():  # our own cap stands before Pillow's warning
         try:
             opened = Image.open(file, formats=FORMATS)
@@ -139,7 +148,11 @@ def _require_checksums(file: IO[bytes]) -> None:
 
 
 def upright_rgb(opened: Image.Image, *, in_place: bool = False) -> Image.Image:
-    """A picture turned as its EXIF says, in 8-bit RGB; a copy, unless it may be turned in place."""
+    """A picture turned as its EXIF says, in 8-bit RGB; a copy, unless it may be turned in place.
+
+    Raises:
+        DataError: Its pixels do not state their range, or its transparent colour is lost.
+    """
     transparent = _transparent(opened)
     image = opened
     if in_place:

@@ -32,7 +32,8 @@ class Point:
         layer: Dotted name in ``named_modules()``.
         call: Which call within a pass, from 0; None for a layer that runs once a pass.
         what: ``output``, ``input``, ``grad`` (the gradient at the output), ``grad_input``, or
-            ``badge`` (the gradient at the weight of the last layer, see :func:`_badge`).
+            ``badge`` (the gradient of a loss at the weight of the last layer, see
+            :func:`~embedx.hooks._badge`).
         path: Way into a structured value: positions, keys or attribute names.
     """
 
@@ -180,6 +181,11 @@ def _require_one_reading(text: str, point: Point, names: Sequence[str]) -> None:
 
 
 def require_hookable(module: nn.Module) -> None:
+    """Refuse a model of which a part takes no hooks, or runs several copies at once.
+
+    Raises:
+        LayerError: It has such a part.
+    """
     for name, child in module.named_modules():
         where = f"{type(module).__name__}.{name}" if name else "the model"
         if isinstance(child, nn.DataParallel):
@@ -211,7 +217,17 @@ def _no_such_layer(
 def argument_at(
     point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The argument that a point at an input means."""
+    """The argument that a point at an input means.
+
+    Args:
+        point: The point.
+        module: The layer.
+        args: What the layer is called with by position.
+        kwargs: The same by name.
+
+    Raises:
+        LayerError: It has no such argument, or which one is the first is not known.
+    """
     key = _input_key(point, module, args, kwargs)
     return args[key] if isinstance(key, int) else kwargs[key]
 
@@ -243,7 +259,11 @@ def _input_key(
 
 
 def tensor_at(point: Point, value: Any) -> Tensor:
-    """The tensor that a point means, in what enters (the one argument) or leaves its layer."""
+    """The tensor that a point means, in what enters (the one argument) or leaves its layer.
+
+    Raises:
+        LayerError: The way into it ends, or what is there is no tensor.
+    """
     path = point.path[1:] if point.is_at_input else point.path
     for depth, key in enumerate(path):
         value = _step(value, key, point, ".".join(path[:depth]))
@@ -262,7 +282,7 @@ def with_tensor_at(
     kwargs: dict[str, Any],
     tensor: Tensor,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What enters a layer, with another tensor at a point of its input."""
+    """What enters a layer, with another tensor at a point of its input: ``(args, kwargs)``."""
     key = _input_key(point, module, args, kwargs)
     if isinstance(key, str):
         return args, {**kwargs, key: with_part(kwargs[key], point.path[1:], tensor)}

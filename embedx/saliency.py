@@ -163,24 +163,26 @@ def input_gradient(run: Scored, inputs: Tensor, targets: Tensor | None) -> Maps:
     leaf = inputs.detach().clone().requires_grad_()
     scores = run(leaf)
     classes = run.chosen(scores, targets)
-    (gradient,) = _gradients(run, scores, classes, [leaf])
-    return _told(gradient, scores, classes)
+    return _told(_gradient(run, scores, classes, leaf), scores, classes)
 
 
-def _gradients(
-    run: Scored, scores: Tensor, classes: Tensor, at: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def _gradient(run: Scored, scores: Tensor, classes: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of the scores of some classes at what entered.
+
+    Raises:
+        ModelError: There is none.
+    """
     total = scores.gather(1, classes[:, None]).sum()
-    found: Any = (None,)
+    gradient: Tensor | None = None
     if total.requires_grad:
-        found = torch.autograd.grad(total, at, allow_unused=True)
-    if any(gradient is None for gradient in found):
+        (gradient,) = torch.autograd.grad(total, [leaf], allow_unused=True)
+    if gradient is None:
         raise ModelError(
             f"no gradient comes from the scores of {run.title} to what enters it: it runs without "
             "gradients (torch.no_grad(), .detach()) or through whole numbers; method=occlusion "
             "needs none"
         )
-    return found  # type: ignore[no-any-return]
+    return gradient
 
 
 class _GuidedReLU(torch.autograd.Function):
@@ -318,11 +320,11 @@ def guided_backprop(run: Scored, inputs: Tensor, targets: Tensor | None) -> Maps
             "method=input_gradient"
         )
     classes = run.chosen(scores, targets)
-    (gradient,) = _gradients(run, scores, classes, [leaf])
+    gradient = _gradient(run, scores, classes, leaf)
     if others:
         run.say_once(
             f"{run.title} has activations beside its {guided.n_guided} ReLUs, through which "
-            f"gradients go back as they are: {others}",
+            f"gradients go back as they are: {others}"
         )
     return _told(gradient, scores, classes)
 

@@ -130,6 +130,11 @@ class Shards:
 
 
 def require_texts(ids: Any, what: str) -> None:
+    """Refuse ids of another kind: to NumPy, 1 and "1" may be one.
+
+    Raises:
+        DataError: One is no text.
+    """
     odd = next((name for name in ids if not isinstance(name, str)), None)
     if odd is not None:
         raise DataError(
@@ -199,6 +204,7 @@ class PixelReader:
 
 
 def file_line(name: str, size_bytes: int, mtime_ns: int) -> bytes:
+    """What of a file tells whether it is as it was, as one line to be hashed."""
     return f"{name}\0{size_bytes}\0{mtime_ns}\n".encode("utf-8", "backslashreplace")
 
 
@@ -554,7 +560,11 @@ def row_blocks(values: Any) -> Iterator[Array]:
 
 
 def as_array(value: Any) -> Array | None:
-    """An array or tensor as an array, anything else as None."""
+    """An array or tensor as an array, anything else as None.
+
+    Raises:
+        DataError: It is a tensor that is sparse, nested, quantized or without values.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         require_unmasked(value)
         return np.asarray(value)
@@ -592,6 +602,8 @@ def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callabl
 
 
 def random_states() -> list[Any]:
+    """The states of all random generators that code shares, as values that can be compared."""
+
     def plain(state: Any) -> Any:
         if isinstance(state, tuple):
             return tuple(map(plain, state))

@@ -892,6 +892,16 @@ def test_names_of_an_item_that_are_one_as_texts_fail_its_row(tmp_path: Path) -> 
     assert "two of its names are one as texts" in (tmp_path / "errors.jsonl").read_text()
 
 
+def test_an_item_that_holds_nothing_fails_its_row(tmp_path: Path) -> None:
+    items: list[Any] = [{"1": torch.ones(2)}, {}]
+    run = embedx.extract(TakesAny(), items, layers="out", out=tmp_path)
+    assert run.status.tolist() == [1, 2]
+    assert "what enters is a mapping that holds nothing" in (tmp_path / "errors.jsonl").read_text()
+    loader = DataLoader(items, collate_fn=lambda _: {})
+    with pytest.raises(DataError, match="^what enters is a mapping that holds nothing"):
+        embedx.extract(TakesAny(), loader, layers="out", out=tmp_path / "collated")
+
+
 # --------------------------------------------------------------------------- points
 
 

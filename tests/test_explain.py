@@ -534,6 +534,18 @@ def test_models_and_data_that_cannot_be_explained_are_refused() -> None:
     embedx.explain(flat, X, method="input_gradient")
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_script_is_explained_where_no_layer_is_looked_at_and_else_refused() -> None:
+    script = torch.jit.trace(net(), X)
+    done = embedx.explain(script, X, method="input_gradient", out="script")
+    wanted = embedx.explain(net(), X, method="input_gradient", out="plain")
+    assert done.maps is not None
+    assert wanted.maps is not None
+    assert np.allclose(done.maps.maps, wanted.maps.maps, atol=1e-6)
+    with pytest.raises(LayerError, match="is TorchScript"):
+        embedx.explain(script, X, method="gradcam")
+
+
 def test_without_captum_the_two_methods_say_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

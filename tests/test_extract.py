@@ -19,7 +19,7 @@ from PIL import Image, ImageFile
 from torch import Tensor, nn
 
 import embedx
-from embedx import data, forward, models, store
+from embedx import data, forward, inputs, models, store
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
 from embedx.pictures import decode_image, thumbnail
@@ -2050,11 +2050,18 @@ def test_a_layer_that_gives_no_dense_tensor_is_refused_in_one_line(tmp_path: Pat
         embedx.extract(Sparse().eval(), torch.ones(4, 3), layers="a", out=tmp_path)
 
 
-def test_tensors_are_made_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
-    x, model = torch.randn(5, 4), nn.Sequential(nn.Linear(4, 2)).eval()
-    with torch.device("meta"):
-        run = embedx.extract(model, x, layers="0", batch_size=2, out=tmp_path)
-    np.testing.assert_allclose(run.embeddings["0"], model(x).detach().numpy(), atol=1e-6)
+def test_tensors_are_made_on_the_cpu_whatever_the_default_device_is() -> None:
+    x = torch.randn(5, 4)
+    model = inputs.as_model(nn.Linear(4, 2), preprocess=None)
+    for samples in (x, x.tolist(), [{"x": row.numpy()} for row in x]):
+        source = inputs.as_source(samples, labels=None, ids=None, num_workers=0)
+        assert isinstance(source, Source)
+        with torch.device("meta"):  # the one beside the processor that all machines have
+            batches = inputs.Batches(source, model, batch_size=2)
+            loader = torch.utils.data.DataLoader(batches, batch_size=1, collate_fn=inputs.only)
+            given = [piece.inputs for batch in inputs.started(loader) for piece in batch.pieces]
+        found = [one["x"] if isinstance(one, dict) else one for one in given]
+        assert torch.equal(torch.cat(found), x)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])

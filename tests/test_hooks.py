@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
@@ -563,6 +564,25 @@ class Merging(nn.Module):
         return x * (self.weight if self.is_merged else self.weight + self.correction)
 
 
+class Shrinking(nn.Linear):
+    """Cuts its weights to the rows that it needs, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data[:1]
+        return nn.functional.linear(x, self.weight)
+
+
+def test_a_parameter_that_has_another_shape_afterwards_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Shrinking(2, 3, bias=False).eval()
+    with undisturbed(model), torch.no_grad():
+        model(torch.ones(1, 2))
+    assert "shrinking changed its parameters, by eval(), train() or its passes: weight;" in (
+        caplog.text
+    )
+
+
 class Stubborn(nn.Sequential):
     """Keeps its dropout on, as Monte Carlo dropout does."""
 
@@ -753,6 +773,23 @@ def test_passes_of_other_threads_are_let_alone_where_only_those_here_are_wanted(
         thread.join()
         assert got["0"] is wanted
     assert torch.equal(ended[0], model(-x))
+
+
+@pytest.mark.slow
+def test_what_torch_compiled_is_watched_also_within_what_began_before_torch_could_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(4, 3), backend="eager"))
+    x = torch.randn(5, 4)
+    left: list[str] = []
+    with torch.no_grad():
+        model(x)
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torch._dynamo")
+            change = embedx.intervene(model, {"0": torch.relu})
+        with change, hooks.watched(model, left=lambda name, _: left.append(name)):
+            model(x)
+    assert left == ["0._orig_mod", "0", ""]
 
 
 @pytest.mark.slow

@@ -550,6 +550,8 @@ def test_the_tree_has_names_to_copy_and_marks() -> None:
 def test_wrong_models_and_examples_are_told_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^model must be an nn.Module or .*, not an int$"):
         embedx.layers(3)
+    with pytest.raises(ConfigError, match=r"^model must be an nn.Module or .*, not a dict$"):
+        embedx.layers({})
     with pytest.raises(ConfigError, match="^example must be .*, not "):
         embedx.layers(nn.Linear(2, 2), example="x")
     with pytest.raises(ModelError, match=r"^linear failed on a batch of shape \(1, 3, 224, 224\)"):
