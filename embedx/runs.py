@@ -224,6 +224,9 @@ def _fill(
         worker_init_fn=start_worker,
         pin_memory=plan.device.type == "cuda",
     )
+    has_pixels: bool | None = None  # as the first batch has them, or a file with miniatures
+    if writer is not None and any(field.name == "thumbnails" for field in writer.fields):
+        has_pixels = True if plan.source.collate is None else None
     waiting: list[Batch] = []  # bad batches before the first good one: the shapes are not known
     with workers_said(plan.num_workers), contextlib.ExitStack() as stack:
         failing = stack.enter_context(contextlib.ExitStack())
@@ -248,6 +251,9 @@ def _fill(
                     f"{batch.reasons[min(batch.reasons)]}; mend or remove it, or go on without "
                     "such rows: on_error=skip"
                 )
+            if batch.pieces:
+                has_pixels = batch.are_pixels if has_pixels is None else has_pixels
+                _require_one_kind(batch, has_pixels, plan)
             done: list[tuple[Piece, Results]] = []
             for piece in batch.pieces:
                 if stop.number and done:  # a window of texts may take minutes
@@ -289,6 +295,20 @@ def _fill(
             return f"{plan.source.ids[waiting[0].start + place]}: {reason}"
         failing.pop_all()
         return _Filled(writer, progress.rate)
+
+
+def _require_one_kind(batch: Batch, has_pixels: bool, plan: Plan) -> None:
+    """Refuse pictures after tensors, or tensors after pictures: they enter by other ways.
+
+    Raises:
+        ShapeError: A batch has the one, and those before it the other.
+    """
+    if batch.are_pixels != has_pixels:
+        kind, others = ("pictures", "tensors") if batch.are_pixels else ("tensors", "pictures")
+        raise ShapeError(
+            f"the samples from {plan.source.ids[batch.start]} on are {kind}, and those before are "
+            f"{others}; give all samples as the same"
+        )
 
 
 def _require_same_first_pass(path: Path, there: str, here: str) -> None:

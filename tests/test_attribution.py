@@ -1480,3 +1480,23 @@ def test_numbers_that_vanish_in_float16_are_no_error_of_numpy(tmp_path: Path) ->
             linear(6, 5), noise(4, 6) * 1e-9, layers="0:input", dtype="float16", out=tmp_path
         )
     assert not run.embeddings["0:input"][:].any()
+
+
+@pytest.mark.parametrize("first", ["pictures", "tensors"])
+@pytest.mark.parametrize("thumbnails", [0, 8])
+def test_pictures_after_tensors_are_refused(first: str, thumbnails: int, tmp_path: Path) -> None:
+    class Mixed(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, i: int) -> Any:
+            is_picture = (i < 4) == (first == "pictures")
+            return Image.new("RGB", (8, 8), (i, i, i)) if is_picture else noise(3, 8, 8, seed=i)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
+    described = models.live(model, preprocess=models.Preprocess(8, 8))
+    with pytest.raises(ShapeError, match="the samples from 4 on are (pictures|tensors), and those"):
+        embedx.extract(
+            described, Mixed(), layers="0", batch_size=4, thumbnails=thumbnails, out=tmp_path
+        )
