@@ -370,7 +370,7 @@ def make():
     return Net()
 """
 EXPLAIN = (
-    "explain", "model=own", "model._target_=network.make", "model.layer=head", "data=array",
+    "explain", "model=own", "model._target_=pictured.make", "model.layer=head", "data=array",
     "data.path=x.npy", "data.layout=tensor", "data.labels=y.npy",
     "limit=11", "batch_size=2", "device=cpu",
 )  # fmt: skip
@@ -384,7 +384,7 @@ def pictures(desk: Path) -> Path:
     x[4, 1] = np.nan
     np.save(desk / "x.npy", x)
     np.save(desk / "y.npy", np.arange(12) % 4)
-    (desk / "network.py").write_text(NETWORK)
+    (desk / "pictured.py").write_text(NETWORK)
     return desk
 
 
