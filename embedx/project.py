@@ -547,18 +547,18 @@ def make_parts(settings: dict[str, Any], feed: Feed) -> None:
     parts = ArrayParts(path, of=settings["of"], n=settings["n"])
     shared, block, n_rows = parts.shared(), settings["block"], settings["n_rows"]
 
-    def rows_of(which: range) -> Matrix:
-        if len(shared["left_out"]):
-            rows = Matrix(matrix, among_the_rest(shared["left_out"], which))
-        else:  # without a list of rows they are read in one run
-            rows = Matrix(matrix[which.start : which.stop])
-        return _in_axes(rows, shared)
+    whole = _in_axes(Matrix(matrix), shared)
+
+    def rows_of(which: range) -> tuple[Matrix, range]:
+        if not len(shared["left_out"]):  # without a list of rows they are read in long runs
+            return whole, which
+        some = Matrix(matrix, among_the_rest(shared["left_out"], which))
+        return _in_axes(some, shared), range(len(some))
 
     if settings["kind"] == "moments":
         for number in feed:
             which = part_rows(number, n_parts=parts.n, n_rows=n_rows, block=block)
-            rows = rows_of(which)
-            found = moments_of(rows, range(len(rows)), block=block)
+            found = moments_of(*rows_of(which), block=block)
             arrays = {"mean": found.mean, "scatter": found.scatter}
             parts.write(number, arrays, {"n": found.n})
         return
@@ -575,8 +575,8 @@ def make_parts(settings: dict[str, Any], feed: Feed) -> None:
         },
     )
     for number in feed:
-        which = range(number * block, min((number + 1) * block, n_rows))
-        coords = placed_block(rows_of(which)[:], place, fitted)
+        rows, which = rows_of(range(number * block, min((number + 1) * block, n_rows)))
+        coords = placed_block(rows[which.start : which.stop], place, fitted)
         parts.write(number, {"coords": np.asarray(coords, np.float64)}, {})
 
 

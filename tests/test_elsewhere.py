@@ -117,6 +117,25 @@ def test_rows_are_placed_elsewhere_in_a_map_of_other_embeddings(desk: Path) -> N
     assert sha256(there.path) == sha256(here.path)
 
 
+def test_rows_of_parts_that_are_not_joined_are_placed_elsewhere(desk: Path) -> None:
+    x = np.random.default_rng(2).standard_normal((400, 5)).astype("f4")
+    for part in (0, 1):
+        embedx.extract(
+            torch.nn.Sequential(torch.nn.Identity()),
+            torch.from_numpy(x),
+            layers="0",
+            out="parted",
+            n_parts=2,
+            part=part,
+        )
+    assert not (desk / "parted" / "embeddings.h5").exists()
+    for method, more in (("pca", {}), ("tsne", {"landmarks": 60, "n_iter": 20})):
+        here = embedx.project("parted", method=method, out="here", **more)
+        there = embedx.project("parted", method=method, out="there", engine=two(), **more)
+        assert sha256(there.path) == sha256(here.path)
+        assert np.isfinite(there.coords).all()
+
+
 def test_components_of_merged_moments_are_those_of_all_rows_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
