@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from embedx import engines
+from embedx.parts import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 NETWORKS = """
@@ -46,7 +47,7 @@ def alone():
     return Alone()
 
 def nothing(settings, feed):
-    while feed.next() is not None:
+    for _ in feed:
         pass
 """
 CONVOLUTION = ("model=resnet18", "model.weights=null", "model.input_size=64")
@@ -110,11 +111,10 @@ def driver(folder: Path, *, n_parts: int) -> None:
     memory = {}
     for n in (n_parts // 100, n_parts):
         pool = engines.processes(workers=2, threads=1)
-        pool.task = engines.Task("networks:nothing", {}, "cpu")
+        pool.task = Task("networks:nothing", {}, "cpu")
         ended: list[int] = []
-        about = {"n_parts": n, "file_id": "", "identity": {}}
         started = time.perf_counter()
-        failed = pool.run(range(n), about=about, ended=ended.append, tick=lambda _: None)
+        failed = pool.run(range(n), about={}, ended=ended.append, tick=lambda _: None)
         took = time.perf_counter() - started
         assert not failed
         assert len(ended) == n

@@ -51,7 +51,8 @@ from embedx.errors import (
 )
 
 if TYPE_CHECKING:
-    from embedx.parts import Feed
+    from embedx.explain import Explanation
+    from embedx.parts import Engine, Feed
     from embedx.store import Embeddings, Projection
 
 log = logging.getLogger("embedx")
@@ -817,7 +818,6 @@ def _stage_extract(values: dict[str, Any]) -> None:
 
 
 def _extract(values: dict[str, Any], *, feed: "Feed | None" = None) -> Path:
-    from embedx.engines import Pool, Task
     from embedx.extract import extract
 
     settings = dict(values)
@@ -839,11 +839,25 @@ def _extract(values: dict[str, Any], *, feed: "Feed | None" = None) -> Path:
     config = {**values, "choices": {**choices, **_config_dir()}}
     for key in ("engine", "n_parts", "part"):  # how the work is shared out says nothing of the file
         config.pop(key, None)
-    engine: Any = feed if feed is not None else _node(values["engine"], "engine")()
-    if isinstance(engine, Pool):
-        to_workers = {"hydra": _plain_hydra(), "values": values, "out": str(folder.resolve())}
-        engine.task = Task("embedx.cli:make_parts", to_workers, str(values["device"]))
+    engine = feed or _engine("extract", values, folder)
     return extract(build_model(), source, out=folder, config=config, engine=engine, **settings).path
+
+
+def _engine(stage: str, values: dict[str, Any], folder: Path) -> "Engine | None":
+    """What has parts made, by processes that call the stage with the same values; None for none."""
+    from embedx.parts import Engine, Task
+
+    engine = _node(values["engine"], "engine")()
+    if not isinstance(engine, Engine):
+        return None
+    settings = {
+        "stage": stage,
+        "hydra": _plain_hydra(),
+        "values": values,
+        "folder": str(folder.resolve()),
+    }
+    engine.task = Task("embedx.cli:make_parts", settings, str(values["device"]))
+    return engine
 
 
 def _plain_hydra() -> dict[str, Any]:
@@ -860,14 +874,14 @@ def _plain_hydra() -> dict[str, Any]:
 
 
 def make_parts(settings: dict[str, Any], feed: "Feed") -> None:
-    """Make parts of an extraction, in a worker of an engine.
+    """Make parts of an extraction or an explanation, in a worker of an engine.
 
     Args:
         settings: What the driver gave to its task.
         feed: Which parts.
 
     Raises:
-        EmbedxError: As ``extract``.
+        EmbedxError: As the stage.
     """
     from hydra.conf import HydraConf
     from hydra.core.hydra_config import HydraConfig
@@ -879,8 +893,12 @@ def make_parts(settings: dict[str, Any], feed: "Feed") -> None:
     progress.shows_bars = False
     hydra = OmegaConf.merge(OmegaConf.structured(HydraConf), settings["hydra"])
     HydraConfig.instance().set_config(OmegaConf.create({"hydra": hydra}))
-    shared = {"n_parts": feed.n_parts, "part": None, "overwrite": False, "out": settings["out"]}
-    _extract({**settings["values"], **shared}, feed=feed)
+    values = {**settings["values"], "overwrite": False}
+    if settings["stage"] == "explain":
+        _explain(values, run=Path(settings["folder"]), feed=feed)
+    else:
+        values |= {"n_parts": feed.about["n_parts"], "part": None, "out": settings["folder"]}
+        _extract(values, feed=feed)
 
 
 def _pooling(value: Any) -> Any:
@@ -943,6 +961,7 @@ def _project(values: dict[str, Any]) -> "Projection":
 
     settings = dict(values)
     node = settings.pop("projection")
+    settings["engine"] = _node(settings["engine"], "engine")()
     if settings["transform_from"] is not None:
         named = [word for word in _typed() if re.match(r"\+*projection\b", word)]
         if named:
@@ -984,6 +1003,18 @@ def _stage_view(values: dict[str, Any]) -> None:
 
 
 def _stage_explain(values: dict[str, Any]) -> None:
+    found = _explain(values)
+    if found.maps is not None:
+        _next(f"info {override('path', found.maps.path)}")
+    else:
+        kept = r"\+*(model|data|name|ids|rows|limit|device)\b"
+        typed = [word for word in _typed() if re.match(kept, word)]
+        _next(shlex.join(["explain", *_config_dir_words(), *typed, "method=gradcam"]))
+
+
+def _explain(
+    values: dict[str, Any], *, run: Path | None = None, feed: "Feed | None" = None
+) -> "Explanation":
     import hydra
     from omegaconf import OmegaConf
 
@@ -992,28 +1023,26 @@ def _stage_explain(values: dict[str, Any]) -> None:
     settings = dict(values)
     model, data = settings.pop("model"), settings.pop("data")
     name = settings.pop("name")
+    settings.pop("engine")
     check_arguments(explain, settings, positional=2)  # before the model is built
     check_argument("name", name, str | None)
     if name is not None and not name.strip():
         raise ConfigError("name is empty; give a name, or leave it out")
     build_model, build_data = _node(model, "model"), _node(data, "data")
     choices = {group: _choice(group) for group in ("model", "data")}
-    if name is None:  # that of an extraction with nothing but this model and these data
-        words = [f"{group}={option}" for group, option in choices.items()]
-        usual = OmegaConf.to_container(hydra.compose("extract", words))
-        assert isinstance(usual, dict)
-        of_run = {key: values[key] for key in choices}
-        name = _run_name({**{str(key): value for key, value in usual.items()}, **of_run})
+    if run is None:
+        if name is None:  # that of an extraction with nothing but this model and these data
+            words = [f"{group}={option}" for group, option in choices.items()]
+            usual = OmegaConf.to_container(hydra.compose("extract", words))
+            assert isinstance(usual, dict)
+            of_run = {key: values[key] for key in choices}
+            name = _run_name({**{str(key): value for key, value in usual.items()}, **of_run})
+        run = Path("outputs") / _folder_name(name)
     source = build_data()  # the quicker to fail comes first
     config = {**values, "choices": {**choices, **_config_dir()}}
-    run_folder = Path("outputs") / _folder_name(name)
-    found = explain(build_model(), source, run=run_folder, config=config, **settings)
-    if found.maps is not None:
-        _next(f"info {override('path', found.maps.path)}")
-    else:
-        kept = r"\+*(model|data|name|ids|rows|limit|device)\b"
-        typed = [word for word in _typed() if re.match(kept, word)]
-        _next(shlex.join(["explain", *_config_dir_words(), *typed, "method=gradcam"]))
+    config.pop("engine")
+    engine = feed or _engine("explain", values, run)
+    return explain(build_model(), source, run=run, config=config, engine=engine, **settings)
 
 
 def _stage_neighbors(values: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Engines: other processes, here or on the machines of a cluster, that make the parts of a run.
 
-A worker is handed the composed config, as plain values, and the numbers of parts one after the
-other; it builds model and data by itself, once. That each row comes once is the doing of the parts,
-not of an engine: one that is tried again goes on at its last commit, in its own file.
+A worker is handed a task, as plain values, and the numbers of parts one after the other; what it
+needs, such as model and data, it builds by itself, once. That each row comes once is the doing of
+the parts, not of an engine: one that is tried again goes on at its last commit, in its own file.
 """
 
 import abc
@@ -38,7 +38,7 @@ from embedx.errors import (
     number_of,
     short,
 )
-from embedx.parts import Engine, Feed
+from embedx.parts import Engine, Feed, Task
 from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
@@ -51,21 +51,6 @@ _FAILED_MOST = 3  # parts without one that is made, after which no other is trie
 _WORKERS_MOST = 16
 # What another try would not change.
 _FINAL = (ConfigError, ShapeError, LayerError, DependencyError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What a worker does.
-
-    Attributes:
-        function: ``package.module:name``, called with ``settings`` and a :class:`Feed`.
-        settings: Plain values, as JSON holds them.
-        device: What it computes on, as a user names it.
-    """
-
-    function: str
-    settings: dict[str, Any]
-    device: str
 
 
 # --------------------------------------------------------------------------- config files
@@ -205,13 +190,7 @@ class Worker(abc.ABC):
 
 
 class Pool(Engine):
-    """Parts for workers, one at a time each; whoever falls is replaced, and its part tried again.
-
-    Attributes:
-        task: What the workers do; given before the run.
-    """
-
-    task: Task | None = None
+    """Parts for workers, one at a time each; who falls is replaced, and its part tried again."""
 
     def __init__(self, *, tries: int) -> None:
         self._tries = tries
@@ -339,8 +318,7 @@ class _Processes(Pool):
 
     def _gpus(self) -> list[str]:
         """The names of the GPUs, as ``CUDA_VISIBLE_DEVICES`` takes them."""
-        assert self.task is not None
-        if self.task.device not in ("auto", "cuda"):
+        if self.required_task().device not in ("auto", "cuda"):
             return []
         import torch
 
@@ -350,8 +328,7 @@ class _Processes(Pool):
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[Callable[[int], Worker]]:
-        assert self.task is not None
-        task, gpus = self.task, self._gpus()
+        task, gpus = self.required_task(), self._gpus()
         shared = max(1, n_threads() // self.n_workers)
         threads = self._threads if isinstance(self._threads, int) else shared
 
@@ -462,9 +439,7 @@ class _Line(Feed):
     """The parts that a driver sends."""
 
     def __init__(self, about: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
-        self.n_parts = about["n_parts"]
-        self.file_id = about["file_id"]
-        self.identity = about["identity"]
+        self.about = about
         self.part: int | None = None
         self.answer = answer
         self.asked: queue.Queue[int] = queue.Queue()
@@ -582,11 +557,10 @@ class _Ray(Pool):
 
     def _shares(self, there: dict[str, float]) -> tuple[int, int, float]:
         """Threads, processors and GPUs of a worker."""
-        assert self.task is not None
         gpus = 0.0
         if self._gpus != "auto":
             gpus = float(self._gpus)
-        elif self.task.device in ("auto", "cuda") and there.get("GPU"):
+        elif self.required_task().device in ("auto", "cuda") and there.get("GPU"):
             gpus = 1.0
         if gpus and there.get("GPU", 0.0) < gpus:
             raise ConfigError(
@@ -603,8 +577,7 @@ class _Ray(Pool):
     def _started(self) -> Iterator[Callable[[int], Worker]]:
         import ray
 
-        assert self.task is not None
-        task = self.task
+        task = self.required_task()
         threads, cpus, gpus = self._shares(self._resources())
         # A part is tried again by us, in a new actor: Ray would do so without a word.
         place = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Place)

@@ -6,8 +6,9 @@ import fnmatch
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from embedx import figures, fold, grids, hooks, overlays, saliency, sources, store
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
-from embedx.disk import replace_file, replacing_folder
+from embedx.disk import replace_file, replacing_folder, writing_lock
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -31,7 +32,6 @@ from embedx.errors import (
     number_of,
 )
 from embedx.inputs import (
-    Batch,
     Batches,
     Network,
     arithmetic,
@@ -45,6 +45,7 @@ from embedx.inputs import (
 )
 from embedx.models import Model, Preprocess
 from embedx.objectives import class_of_label, numbered, read_classes
+from embedx.parts import ArrayParts, Engine, Feed
 from embedx.passes import run_model, undisturbed
 from embedx.pictures import whole_pictures
 from embedx.points import Point, parse_point, resolve_points
@@ -125,6 +126,7 @@ def explain(
     preprocess: Preprocess | None = None,
     labels: Any = None,
     config: Mapping[str, Any] | None = None,
+    engine: Engine | Feed | None = None,
 ) -> Explanation:
     """Show the feature maps of layers, or where in a picture the score of a class comes from.
 
@@ -169,6 +171,8 @@ def explain(
             enter unchanged without it.
         labels: For data that has none of its own, n of any kind.
         config: The settings to record; those of this call where not given.
+        engine: What has the samples explained, a batch a part, by other processes; given by the
+            command line alone.
 
     Returns:
         The pictures and the maps.
@@ -177,7 +181,9 @@ def explain(
         ConfigError: An argument is out of its range, or of no use with the method.
         LayerError: A layer is not there, gives no feature maps, or does not lead to the scores.
         ShapeError: The model gives no class scores ``(n, classes)``, or takes no pictures.
-        DataError: A sample is not there, or every one failed.
+        DataError: A sample is not there, or every one failed, or parts that an engine could not
+            have made.
+        Interrupted: A signal came while an engine was at work.
         ModelError: A pass failed, or has no ReLU for ``guided_backprop``.
         DependencyError: The ``viz`` extra is not installed, or captum (``explain``), which
             ``integrated_gradients`` and ``occlusion`` need.
@@ -226,7 +232,10 @@ def explain(
     for note in source.notes:
         log.info(note)
     chosen = _chosen_rows(source, ids=ids, rows=rows, limit=limit)
-    torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
+    if isinstance(engine, Engine):  # the network runs elsewhere, where another device may be
+        torch_device = torch.device("cpu")
+    else:
+        torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
     points = None
     of_globs: list[Point] = []
     if layers is not None:
@@ -261,8 +270,11 @@ def explain(
     slug = f"{method}-{file_id[:6]}"
     of_run = Path(run) if run else Path("outputs") / f"{described.name}-{source.name}"
     folder = Path(out) if out else of_run / "explain" / slug
-    if _is_done(folder, file_id, overwrite=overwrite):
+    if isinstance(engine, Feed):
+        engine.require_same(file_id, identity)
+    elif _is_done(folder, file_id, overwrite=overwrite):
         log.info("%s is complete already with these settings: nothing to do", folder)
+        _remove_parts(folder)  # where it was killed when all was done but this
         return _opened(folder)
     log.info(
         "explaining %s of %s by %s on %s into %s",
@@ -291,6 +303,10 @@ def explain(
         device=torch_device,
         only_pictures=preprocess is not None,
     )
+    _require_target(plan)
+    if isinstance(engine, Feed):
+        _make_parts(plan, engine, folder)
+        return Explanation(folder, [], None)
     recorded = dict(config) if config is not None else {"batch_size": batch_size, **settings}
     attrs = {
         "id": file_id,
@@ -300,13 +316,26 @@ def explain(
         **made_by(described, torch_device),
     }
     started = time.monotonic()
-    with _no_empty_folders(folder), replacing_folder(folder, foreign=_foreign) as new:
-        if method == "feature_maps":
-            n_failed = _draw_feature_maps(plan, new)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_no_empty_folders(folder))
+        if engine is not None:
+            stack.enter_context(writing_lock(folder))
+            if overwrite:  # from the start: parts may be of code that has changed unseen
+                _remove_parts(folder)
+        new = stack.enter_context(replacing_folder(folder, foreign=_foreign))
+        if engine is None:
+            making = _made_here(plan, new)
         else:
-            n_failed = _draw_maps(plan, new, attrs)
+            asked = {"file_id": file_id, "identity": identity}
+            making = _made_elsewhere(plan, engine, folder, new, asked)
+        parts = stack.enter_context(contextlib.closing(making))  # the network is put back at once
+        if method == "feature_maps":
+            n_failed = _draw_layers(plan, parts, new)
+        else:
+            n_failed = _write_maps(plan, parts, new, attrs)
         text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
         replace_file(new / _CONFIG_NAME, text.encode())
+    _remove_parts(folder)
     found = _opened(folder)
     n_good = len(chosen) - n_failed
     seconds = time.monotonic() - started
@@ -347,6 +376,19 @@ class _Plan:
     batch_size: int
     device: torch.device
     only_pictures: bool
+
+    @property
+    def n_parts(self) -> int:
+        """How many batches there are, each of which is a part of the work."""
+        return -(-len(self.rows) // self.batch_size)
+
+    def part(self, number: int) -> "_Plan":
+        """The plan of a batch alone."""
+        some = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        target = self.target
+        if target is not None and not isinstance(target, (int, str)):
+            target = target[some]
+        return dataclasses.replace(self, rows=self.rows[some], target=target)
 
 
 def _require_numbers(**values: int | None) -> None:
@@ -488,17 +530,19 @@ def _opened(folder: Path) -> Explanation:
 
 @dataclasses.dataclass
 class _Samples:
-    """The samples that are explained, m of them, by their place among those chosen.
+    """A batch of m samples.
 
     Attributes:
-        inputs: What enters, on the CPU, in batches of the places that were read.
+        places: Of those that were read.
+        inputs: They, on the CPU, as they were read; None where none was.
         pictures: As shown, shape ``(h, w, 3)`` uint8, by place.
         reasons: Why one failed, by place.
         labels: Shape ``(m,)`` int32, -1 for none; None without labels.
         normalize: From what was read to what enters.
     """
 
-    inputs: list[tuple[list[int], Tensor]]
+    places: list[int]
+    inputs: Tensor | None
     pictures: dict[int, Array]
     reasons: dict[int, str]
     labels: Array | None
@@ -506,7 +550,7 @@ class _Samples:
 
 
 def _read(plan: _Plan) -> _Samples:
-    """Read the samples as extract does; one that cannot be read fails alone."""
+    """Read a batch as extract does; a sample that cannot be read fails alone."""
     source, rows = plan.source, plan.rows
     prepared = plan.model.preprocess
     draws = source.draws or (prepared is not None and prepared.is_own)
@@ -528,27 +572,17 @@ def _read(plan: _Plan) -> _Samples:
     batches = Batches(
         some, plan.model, batch_size=plan.batch_size, only_pictures=plan.only_pictures
     )
-    labels = some.labels
-    if source.labels_in_items:
-        labels = np.full(len(rows), -1, np.int32)
-    samples = _Samples([], {}, {}, labels, lambda tensor: tensor)
     with contextlib.ExitStack() as stack:
         if source.reads_files:
             stack.enter_context(whole_pictures())
         if draws:
             stack.enter_context(sources.random_put_back())
-        for batch in (batches[number] for number in range(len(batches))):
-            _take(plan, samples, batch)
-    return samples
-
-
-def _take(plan: _Plan, samples: _Samples, batch: Batch) -> None:
+        batch = batches[0]
     if batch.fatal is not None:
         raise batch.fatal
-    samples.reasons |= {batch.start + i: reason for i, reason in batch.reasons.items()}
-    if batch.labels is not None and samples.labels is not None:
-        samples.labels[batch.start : batch.start + batch.size] = batch.labels
-    for piece in batch.pieces:
+    labels = batch.labels if source.labels_in_items else some.labels
+    samples = _Samples([], None, {}, dict(batch.reasons), labels, lambda tensor: tensor)
+    for piece in batch.pieces:  # one, or none where all have failed
         inputs = piece.inputs
         if not isinstance(inputs, Tensor) or inputs.ndim != 4:
             shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else ", ".join(inputs)
@@ -556,8 +590,8 @@ def _take(plan: _Plan, samples: _Samples, batch: Batch) -> None:
                 f"what is explained are pictures (n, c, h, w), and what enters "
                 f"{plan.model.name} is {shape}"
             )
-        good = [i for i in range(batch.size) if i not in batch.reasons]
-        kept = inputs[good]
+        samples.places = [i for i in range(batch.size) if i not in batch.reasons]
+        samples.inputs = kept = inputs[samples.places]
         if not batch.are_pixels and not kept.is_floating_point():
             raise ShapeError(
                 f"the inputs are {str(kept.dtype).removeprefix('torch.')}, which have no gradient; "
@@ -565,16 +599,19 @@ def _take(plan: _Plan, samples: _Samples, batch: Batch) -> None:
             )
         if batch.are_pixels and plan.model.preprocess is not None:
             samples.normalize = plan.model.preprocess.normalize
-        places = [batch.start + i for i in good]
-        samples.inputs.append((places, kept))
         shown = kept.numpy() if batch.are_pixels else kept.detach().float().numpy()
-        for place, one in zip(places, shown, strict=True):
+        for place, one in zip(samples.places, shown, strict=True):
             samples.pictures[place] = overlays.shown(one)
+    return samples
+
+
+Enter = Callable[[Tensor, int], Tensor]
 
 
 @contextlib.contextmanager
-def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
-    """The network on its device, as it will be put back; gives what makes a batch enter."""
+def _running(plan: _Plan) -> Iterator[Enter]:
+    """The network on its device, as it will be put back; gives what makes a batch enter, of which
+    it is told the number of the first row."""
     module = plan.model.module
     is_known = fold.is_known(module)
     with contextlib.ExitStack() as stack:
@@ -586,8 +623,8 @@ def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
         stack.enter_context(arithmetic("fp32"))
         stack.enter_context(saliency.ready(module))
 
-        def enter(tensor: Tensor, place: int) -> Tensor:
-            seed_all(int(plan.rows[place]), plan.device)
+        def enter(tensor: Tensor, row: int) -> Tensor:
+            seed_all(row, plan.device)
             inputs = placed(tensor, plan.device)
             if is_known:
                 inputs = channels_last(inputs)
@@ -597,102 +634,325 @@ def _running(plan: _Plan) -> Iterator[Callable[[Tensor, int], Tensor]]:
         yield enter
 
 
-def _require_some(samples: _Samples, plan: _Plan) -> None:
+# --------------------------------------------------------------------------- parts
+
+
+@dataclasses.dataclass
+class _Part:
+    """What was found of a batch; beside it there is a picture of each sample.
+
+    Attributes:
+        reasons: Why samples failed, by their place in the batch.
+        arrays: Of the samples.
+        facts: Plain values.
+    """
+
+    reasons: dict[int, str]
+    arrays: dict[str, Array] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class _Explainer:
+    """The network at work, batch by batch.
+
+    What all batches have in common, such as the layer, is taken from the first sample that can be
+    explained, whoever makes which batches.
+
+    Args:
+        plan: Of the whole.
+        enter: What makes a batch enter.
+        say: Called with what is to be told of the whole.
+    """
+
+    def __init__(self, plan: _Plan, enter: Enter, say: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._enter = enter
+        self._say = say
+        self._read: tuple[int, _Plan, _Samples] | None = None
+        self._is_set_up = False
+
+    def part(self, number: int, folder: Path) -> _Part:
+        """Explain a batch, with a picture of each sample in the folder."""
+        raise NotImplementedError
+
+    def _samples(self, number: int) -> tuple[_Plan, _Samples]:
+        """A batch with its plan; the last one is kept."""
+        if self._read is None or self._read[0] != number:
+            some = self._plan.part(number)
+            self._read = number, some, _read(some)
+        return self._read[1:]
+
+    def _set_up(self) -> None:
+        """Make sure that what all batches have in common is known; one must have a good sample."""
+        number = 0
+        while not self._is_set_up:
+            self._is_set_up = self._set_up_by(*self._samples(number))
+            number += 1
+
+    def _set_up_by(self, some: _Plan, samples: _Samples) -> bool:
+        """The same by one batch, if it has a good sample."""
+        raise NotImplementedError
+
+
+def _explainer(plan: _Plan) -> type["_FeatureMaps"] | type["_ClassMaps"]:
+    return _FeatureMaps if plan.method == "feature_maps" else _ClassMaps
+
+
+def _made_here(plan: _Plan, folder: Path) -> Generator[_Part]:
+    """The parts in their order, by this process."""
+    with (
+        _running(plan) as enter,
+        Progress(len(plan.rows), what=plan.method) as progress,
+    ):
+        explainer = _explainer(plan)(plan, enter, log.info)
+        if isinstance(explainer, _FeatureMaps) and plan.channels == "active":
+            explainer.pick(explainer.activity(number) for number in range(plan.n_parts))
+        for number in range(plan.n_parts):
+            yield explainer.part(number, folder)
+            progress.advance(len(plan.part(number).rows))
+
+
+def _array_parts(plan: _Plan, folder: Path, asked: Mapping[str, Any], kind: str) -> ArrayParts:
+    of = settings_sha256({**asked, "identity": None, "batch_size": plan.batch_size})
+    return ArrayParts(_beside(folder, kind), of=of, n=plan.n_parts)
+
+
+def _beside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f"{folder.name}.{kind}")
+
+
+_KINDS = ("activity", "samples")
+
+
+def _remove_parts(folder: Path) -> None:
+    """Take away what was left beside an explanation."""
+    for kind in _KINDS:
+        if store.parts_id(_beside(folder, kind)) is not None:
+            store.remove_parts(_beside(folder, kind))
+
+
+def _made_elsewhere(
+    plan: _Plan, engine: Engine, folder: Path, new: Path, asked: dict[str, Any]
+) -> Generator[_Part]:
+    """The parts in their order, by an engine; they stay beside the folder until it is whole."""
+    kinds = _KINDS if plan.channels == "active" and plan.method == "feature_maps" else _KINDS[1:]
+    for kind in kinds:
+        asked = {**asked, "kind": kind}
+        parts = _array_parts(plan, folder, asked, kind)
+        parts.begin()
+        parts.make(engine, about=asked, what=kind)
+        if kind == "activity":
+            found = (parts.read(number)[0] for number in range(parts.n))
+            asked["activity"] = {name: total.tolist() for name, total in _summed(found).items()}
+    first: dict[str, Any] = {}
+    said: list[str] = []
+    is_said = False
+    for number in range(parts.n):
+        arrays, about = parts.read(number)
+        first = first or about
+        for line in () if said else about["said"]:
+            log.info("%s", line)
+        said = said or about["said"]
+        one, other = parts.title(0), parts.title(number)
+        was, now = first["made_by"], about["made_by"]
+        if was["device"] != now["device"]:
+            raise StoreError(
+                f"{folder}: {one} was made with device={was['device']} and {other} with "
+                f"device={now['device']}; make them by the same: overwrite=true"
+            )
+        words = store.other_environment(one, other, was, now)
+        if words and not is_said:
+            is_said = True
+            log.warning("%s", words)
+        for picture in parts.folder(number).glob("*.png"):
+            shutil.copyfile(picture, new / picture.name)
+        reasons = {int(place): reason for place, reason in about["reasons"].items()}
+        yield _Part(reasons, arrays, {**about["facts"], "made_by": about["made_by"]})
+
+
+def _make_parts(plan: _Plan, feed: Feed, folder: Path) -> None:
+    """Make parts, in a worker of an engine."""
+    said: list[str] = []
+    about = feed.about
+    parts = _array_parts(plan, folder, about, about["kind"])
+    environment = made_by(plan.model, plan.device)
+    with _running(plan) as enter:
+        explainer = _explainer(plan)(plan, enter, said.append)
+        if "activity" in about and isinstance(explainer, _FeatureMaps):
+            explainer.pick([{name: np.array(one) for name, one in about["activity"].items()}])
+        for number in feed:
+            if about["kind"] == "activity":
+                assert isinstance(explainer, _FeatureMaps)
+                parts.write(number, explainer.activity(number), {})
+                continue
+            part = explainer.part(number, parts.folder(number))
+            found = {"reasons": part.reasons, "facts": part.facts, "said": said}
+            found["made_by"] = {key: environment[key] for key in ("device", "environment")}
+            parts.write(number, part.arrays, found)
+
+
+def _require_some(reasons: Mapping[int, str], plan: _Plan) -> None:
     """Raise DataError if all samples failed."""
-    if len(samples.reasons) == len(plan.rows):
-        place, reason = min(samples.reasons.items())
+    if len(reasons) == len(plan.rows):
+        place, reason = min(reasons.items())
         raise DataError(
             f"every one of the {len(plan.rows):,} samples failed; the first, "
             f"{plan.source.ids[plan.rows[place]]}: {reason}"
         )
 
 
-def _say_failed(samples: _Samples, plan: _Plan) -> None:
-    for place, reason in sorted(samples.reasons.items())[:3]:
+def _say_failed(reasons: Mapping[int, str], plan: _Plan) -> None:
+    for place, reason in sorted(reasons.items())[:3]:
         row = plan.rows[place]
         log.warning("failed row %s, %s: %s", row, plan.source.ids[row], reason)
-    if len(samples.reasons) > 3:
-        log.warning("and %s more failed", len(samples.reasons) - 3)
+    if len(reasons) > 3:
+        log.warning("and %s more failed", len(reasons) - 3)
 
 
 # --------------------------------------------------------------------------- feature maps
 
 
-def _draw_feature_maps(plan: _Plan, folder: Path) -> int:
-    samples = _read(plan)
-    _require_some(samples, plan)
-    _say_failed(samples, plan)
-    module, title = plan.model.module, plan.model.name
-    first = samples.normalize(samples.inputs[0][1][:1])
-    found: dict[str, dict[int, Array]] = {}
-    layers: dict[str, saliency.Layer] = {}
-    with _running(plan) as enter, torch.no_grad():
-        first_in = enter(first, samples.inputs[0][0][0])
-        network = saliency.look(module, first_in, title=title)
-        points = plan.points
-        if points is None:
-            names = grids.through_depth(network.seen)
-            if not names:
-                raise saliency.no_layer(title)
-            points = [parse_point(name) for name in names]
-            log.info("layers: %s", ", ".join(names))
-        elif plan.of_globs:
-            points = _with_maps(plan, network, points, first_in)
+class _FeatureMaps(_Explainer):
+    """Feature maps of layers."""
 
-        def passes() -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-            for places, tensor in samples.inputs:
-                inputs = enter(samples.normalize(tensor), places[0])
-                with hooks.Capture(module, points, only_here=True) as got:
-                    run_model(module, inputs, title=title)
-                    maps = {}
-                    for point in points:
-                        layer = saliency.as_layer(network, point, got[point.name], n=len(places))
-                        layers[point.name] = layer
-                        maps[point.name] = layer.grid.maps(got[point.name])
-                yield places, maps
+    def __init__(self, plan: _Plan, enter: Enter, say: Callable[[str], None]) -> None:
+        super().__init__(plan, enter, say)
+        self._points: list[Point] = []
+        self._network: saliency.Network | None = None
+        self._picked: dict[str, list[int]] = {}
 
-        activity: dict[str, Tensor] = {}
-        if plan.channels == "active":
-            for _, maps in passes():
-                for name, one in maps.items():
-                    total = one.double().abs().nan_to_num(0).mean((2, 3)).sum(0)
-                    activity[name] = activity.get(name, 0) + total
-        picked: dict[str, list[int]] = {}
-        for places, maps in passes():
-            for name, one in maps.items():
-                if name not in picked:
-                    picked[name] = _picked(plan, layers[name], activity.get(name))
-                kept = one[:, picked[name]].to("cpu", torch.float32).numpy()
-                found.setdefault(name, {}).update(zip(places, kept, strict=True))
-    about = f"{_random_words(plan.model)}{title} over {plan.source.name}"
-    places = sorted(samples.pictures)
-    shown = [
-        overlays.Sample(
-            plan.source.ids[plan.rows[place]], int(plan.rows[place]), samples.pictures[place]
-        )
-        for place in places
-    ]
-    drawn: list[overlays.Column] = []
-    with Progress(len(points) + len(places), what="draw", unit="pictures") as progress:
-        for number, point in enumerate(points, start=1):
-            layer = layers[point.name]
-            of_samples = [found[point.name][place] for place in places]
-            column = overlays.Column(
-                point.name, layer.width, layer.grid.words, picked[point.name], of_samples
-            )
-            drawn.append(column)
-            figure = overlays.layer_sheet(shown, column, title=about)
-            figures.save(figure, folder / f"layer-{number:02d}-{_safe(point.name)}.png")
-            progress.advance(1)
+    def pick(self, activity: Iterable[Mapping[str, Array]]) -> None:
+        """Choose the channels that are the most active, by what :meth:`activity` gives in order."""
+        for name, total in _summed(activity).items():
+            self._picked[name] = _most_active(total, self._plan.n_channels)
+
+    def activity(self, number: int) -> dict[str, Array]:
+        """Of each layer the mean absolute value of each map, summed over a batch: float64."""
+        some, samples = self._samples(number)
+        return {
+            name: maps.double().abs().nan_to_num(0).mean((2, 3)).sum(0).cpu().numpy()
+            for name, (_, maps) in self._maps(some, samples).items()
+        }
+
+    def part(self, number: int, folder: Path) -> _Part:
+        some, samples = self._samples(number)
+        part = _Part(samples.reasons)
+        columns: list[overlays.Column] = []
+        for name, (layer, maps) in self._maps(some, samples).items():
+            picked = self._picked.setdefault(name, _picked(self._plan, layer))
+            kept = maps[:, picked].to("cpu", torch.float32).numpy()
+            part.arrays[f"maps/{len(columns)}"] = kept
+            column = overlays.Column(name, layer.width, layer.grid.words, picked, list(kept))
+            columns.append(column)
+        if not columns:
+            return part
+        shown = _shown(some, samples.places, samples.pictures)
+        part.arrays["places"] = np.array(samples.places)
+        part.arrays["pictures"] = np.stack([sample.picture for sample in shown])
+        part.facts["layers"] = [
+            [column.layer, column.width, column.words, column.channels] for column in columns
+        ]
         for i, sample in enumerate(shown):
-            figure = overlays.depth_sheet(sample, drawn, i, title=about)
+            figure = overlays.depth_sheet(sample, columns, i, title=_about(self._plan))
             figures.save(figure, folder / f"row-{sample.row}.png")
+        return part
+
+    def _set_up_by(self, some: _Plan, samples: _Samples) -> bool:
+        if samples.inputs is None:
+            return False
+        plan = self._plan
+        with torch.no_grad():
+            row = int(some.rows[samples.places[0]])
+            first = self._enter(samples.normalize(samples.inputs[:1]), row)
+            network = saliency.look(plan.model.module, first, title=plan.model.name)
+            points = plan.points
+            if points is None:
+                names = grids.through_depth(network.seen)
+                if not names:
+                    raise saliency.no_layer(plan.model.name)
+                points = [parse_point(name) for name in names]
+                self._say(f"layers: {', '.join(names)}")
+            elif plan.of_globs:
+                points = _with_maps(plan, network, points, first, self._say)
+        self._network, self._points = network, points
+        return True
+
+    def _maps(self, some: _Plan, samples: _Samples) -> dict[str, tuple[saliency.Layer, Tensor]]:
+        """What each layer gives of a batch: nothing where no sample was read."""
+        if samples.inputs is None:
+            return {}
+        self._set_up()
+        assert self._network is not None
+        module, n = self._plan.model.module, len(samples.places)
+        found: dict[str, tuple[saliency.Layer, Tensor]] = {}
+        with torch.no_grad():
+            row = int(some.rows[samples.places[0]])
+            inputs = self._enter(samples.normalize(samples.inputs), row)
+            with hooks.Capture(module, self._points, only_here=True) as got:
+                run_model(module, inputs, title=self._plan.model.name)
+                for point in self._points:
+                    layer = saliency.as_layer(self._network, point, got[point.name], n=n)
+                    found[point.name] = layer, layer.grid.maps(got[point.name])
+        return found
+
+
+def _summed(activity: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
+    total: dict[str, Array] = {}
+    for part in activity:
+        for name, one in part.items():
+            total[name] = total.get(name, 0) + one
+    return total
+
+
+def _shown(
+    plan: _Plan, places: Sequence[int], pictures: Mapping[int, Array]
+) -> list[overlays.Sample]:
+    rows = [int(plan.rows[place]) for place in places]
+    return [
+        overlays.Sample(plan.source.ids[row], row, pictures[place])
+        for place, row in zip(places, rows, strict=True)
+    ]
+
+
+def _about(plan: _Plan) -> str:
+    """What is written above every picture of feature maps."""
+    return f"{_random_words(plan.model)}{plan.model.name} over {plan.source.name}"
+
+
+def _draw_layers(plan: _Plan, parts: Iterable[_Part], folder: Path) -> int:
+    """A picture a layer of all samples; how many failed."""
+    reasons: dict[int, str] = {}
+    shown: list[overlays.Sample] = []
+    layers: list[Any] = []
+    maps: list[list[Array]] = []
+    for number, part in enumerate(parts):
+        before = number * plan.batch_size
+        reasons |= {before + place: reason for place, reason in part.reasons.items()}
+        if "layers" not in part.facts:
+            continue
+        places = [before + place for place in part.arrays["places"].tolist()]
+        shown += _shown(plan, places, dict(zip(places, part.arrays["pictures"], strict=True)))
+        layers = part.facts["layers"]
+        maps = maps or [[] for _ in layers]
+        for i, of_layer in enumerate(maps):
+            of_layer += list(part.arrays[f"maps/{i}"])
+    _require_some(reasons, plan)
+    _say_failed(reasons, plan)
+    with Progress(len(layers), what="draw", unit="pictures") as progress:
+        for number, (name, width, words, channels) in enumerate(layers, start=1):
+            column = overlays.Column(name, width, words, channels, maps[number - 1])
+            figure = overlays.layer_sheet(shown, column, title=_about(plan))
+            figures.save(figure, folder / f"layer-{number:02d}-{_safe(column.layer)}.png")
             progress.advance(1)
-    return len(samples.reasons)
+    return len(reasons)
 
 
 def _with_maps(
-    plan: _Plan, network: saliency.Network, points: list[Point], inputs: Tensor
+    plan: _Plan,
+    network: saliency.Network,
+    points: list[Point],
+    inputs: Tensor,
+    say: Callable[[str], None],
 ) -> list[Point]:
     """The points that are drawn, where some are of globs: of these what gives feature maps."""
     run = saliency.Scored(plan.model.module, plan.model.name)
@@ -703,21 +963,23 @@ def _with_maps(
             f"none of the layers of {plan.model.name} that match gives feature maps of the "
             f"picture: {listed([point.name for point in kept])}"
         )
-    log.info("layers: %s", listed([point.name for point in found]))
+    say(f"layers: {listed([point.name for point in found])}")
     if empty := [point.name for point in kept if not kept[point]]:
-        log.info("left out, for they give no feature maps: %s", listed(empty))
+        say(f"left out, for they give no feature maps: {listed(empty)}")
     return found
 
 
-def _picked(plan: _Plan, layer: saliency.Layer, activity: Tensor | None) -> list[int]:
-    """The channels of a layer that are drawn.
+def _most_active(total: Array, n_channels: int) -> list[int]:
+    order = np.argsort(-total, kind="stable")
+    return [int(channel) for channel in order[:n_channels]]
+
+
+def _picked(plan: _Plan, layer: saliency.Layer) -> list[int]:
+    """The channels of a layer that are drawn, where they are not the most active.
 
     Raises:
         ConfigError: It has no such channel.
     """
-    if activity is not None:
-        order = activity.argsort(descending=True, stable=True)
-        return [int(channel) for channel in order[: plan.n_channels]]
     if isinstance(plan.channels, str):
         return list(range(min(plan.n_channels, layer.width)))
     for channel in plan.channels:
@@ -742,56 +1004,113 @@ def _safe(name: str) -> str:
 # --------------------------------------------------------------------------- maps of a class
 
 
-def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
-    samples = _read(plan)
-    targets = _targets(plan, samples)
-    _require_some(samples, plan)
-    m = len(plan.rows)
-    maps: Array | None = None
-    columns: dict[str, Array] = {}
-    chosen = np.full(m, -1, np.int32)
-    run = saliency.Scored(plan.model.module, plan.model.name)
-    with (
-        _running(plan) as enter,
-        Progress(m, what=plan.method, unit="images") as progress,
-    ):
-        make: Callable[..., saliency.Maps] | None = None
-        facts: dict[str, Any] = {}
-        for read, tensor in samples.inputs:
-            kept = [i for i, place in enumerate(read) if place not in samples.reasons]
-            progress.advance(len(read) - len(kept))
-            if not kept:
+class _ClassMaps(_Explainer):
+    """Maps of what the score of a class depends on."""
+
+    def __init__(self, plan: _Plan, enter: Enter, say: Callable[[str], None]) -> None:
+        super().__init__(plan, enter, say)
+        self._run = saliency.Scored(plan.model.module, plan.model.name)
+        self._make: Callable[..., saliency.Maps] | None = None
+        self._facts: dict[str, Any] = {}
+        self._classes: Array | None = None
+
+    def part(self, number: int, folder: Path) -> _Part:
+        some, samples = self._samples(number)
+        targets = _targets(some, samples)
+        part = _Part(samples.reasons)
+        if samples.labels is not None:
+            part.arrays["labels"] = samples.labels
+        places, inputs = _good(samples)
+        if inputs is None:
+            return part
+        self._set_up()
+        assert self._make is not None
+        part.facts = self._facts
+        if targets is not None and self._classes is not None:
+            targets = self._classes[targets]
+        entered = self._enter(samples.normalize(inputs), int(some.rows[places[0]]))
+        wanted = None if targets is None else torch.from_numpy(targets[places])
+        got = self._make(self._run, entered, wanted)
+        m, values = len(some.rows), got.maps.numpy()
+        maps = np.full((m, *values.shape[1:]), np.nan, np.float32)
+        chosen = np.full(m, -1, np.int32)
+        columns = {
+            name: np.full(m, np.nan, np.float32) for name in ("scores", "shares", *got.columns)
+        }
+        finite = np.isfinite(values).reshape(len(values), -1).all(1)
+        finite &= np.isfinite(got.scores.numpy())
+        for i, place in enumerate(places):
+            if not finite[i]:
+                part.reasons[place] = "ModelError: its score or its map is not finite"
                 continue
-            places = [read[i] for i in kept]
-            inputs = enter(samples.normalize(tensor[kept]), places[0])
-            if make is None:
-                make, facts = _maker(plan, run, samples, inputs)
-                targets = _as_classes(plan, run, targets, inputs)
-            wanted = None if targets is None else torch.from_numpy(targets[places])
-            got = make(run, inputs, wanted)
-            progress.advance(len(places))
-            values = got.maps.numpy()
-            figures_of = {"scores": got.scores, "shares": got.shares, **got.columns}
-            if maps is None:
-                maps = np.full((m, *values.shape[1:]), np.nan, np.float32)
-                columns = {name: np.full(m, np.nan, np.float32) for name in figures_of}
-            if values.shape[1:] != maps.shape[1:]:
+            maps[place], chosen[place] = values[i], got.targets[i]
+            for name, one in {"scores": got.scores, "shares": got.shares, **got.columns}.items():
+                columns[name][place] = one[i]
+        part.arrays |= {"maps": maps, "targets": chosen}
+        part.arrays |= {f"columns/{name}": column for name, column in columns.items()}
+        at = f" at {self._facts['layer']}" if "layer" in self._facts else ""
+        title = f"{_random_words(some.model)}{_NAMES[some.method]} of {some.model.name}{at}"
+        good = [place for place in places if place not in part.reasons]
+        for place, sample in zip(good, _shown(some, good, samples.pictures), strict=True):
+            figure = overlays.overlay(
+                sample,
+                maps[place],
+                measured=_MEASURED[some.method],
+                is_signed=some.method in saliency.SIGNED,
+                title=title,
+                caption=_caption(some, int(chosen[place]), columns, place, samples),
+            )
+            figures.save(figure, folder / f"row-{sample.row}.png")
+        return part
+
+    def _set_up_by(self, some: _Plan, samples: _Samples) -> bool:
+        _targets(some, samples)
+        places, inputs = _good(samples)
+        if inputs is None:
+            return False
+        entered = self._enter(samples.normalize(inputs), int(some.rows[places[0]]))
+        self._make, self._facts = _maker(some, self._run, samples, entered, self._say)
+        self._classes = _as_classes(some, self._run, entered, self._say)
+        return True
+
+
+def _good(samples: _Samples) -> tuple[list[int], Tensor | None]:
+    """The places that have not failed, and what was read of them; None of none."""
+    kept = [i for i, place in enumerate(samples.places) if place not in samples.reasons]
+    if samples.inputs is None or not kept:
+        return [], None
+    return [samples.places[i] for i in kept], samples.inputs[kept]
+
+
+def _write_maps(plan: _Plan, parts: Iterable[_Part], folder: Path, attrs: Mapping[str, Any]) -> int:
+    """The file of all maps; how many samples failed."""
+    m = len(plan.rows)
+    reasons: dict[int, str] = {}
+    arrays: dict[str, Array] = {}
+    facts: dict[str, Any] = {}
+    for number, part in enumerate(parts):
+        before = number * plan.batch_size
+        reasons |= {before + place: reason for place, reason in part.reasons.items()}
+        facts = {**part.facts, **facts}
+        for name, one in part.arrays.items():
+            if name not in arrays:
+                empty = np.nan if one.dtype.kind == "f" else -1
+                arrays[name] = np.full((m, *one.shape[1:]), empty, one.dtype)
+            if one.shape[1:] != arrays[name].shape[1:]:
+                first = next(place for place in range(before, m) if place not in reasons)
                 raise ShapeError(
-                    f"the maps of row {plan.rows[places[0]]} have shape {values.shape[1:]} "
-                    f"and {maps.shape[1:]} before; bring all samples to one size"
+                    f"the maps of row {plan.rows[first]} have shape {one.shape[1:]} "
+                    f"and {arrays[name].shape[1:]} before; bring all samples to one size"
                 )
-            finite = np.isfinite(values).reshape(len(values), -1).all(1)
-            finite &= np.isfinite(got.scores.numpy())
-            for i, place in enumerate(places):
-                if not finite[i]:
-                    samples.reasons[place] = "ModelError: its score or its map is not finite"
-                    continue
-                maps[place], chosen[place] = values[i], got.targets[i]
-                for name, column in figures_of.items():
-                    columns[name][place] = column[i]
-    _require_some(samples, plan)
-    _say_failed(samples, plan)
-    assert maps is not None
+            arrays[name][before : before + len(one)] = one
+    _require_some(reasons, plan)
+    _say_failed(reasons, plan)
+    maps = arrays["maps"]
+    columns = {
+        name.removeprefix("columns/"): one
+        for name, one in arrays.items()
+        if name.startswith("columns/")
+    }
     n_empty = int((~maps.reshape(m, -1).any(1)).sum())
     if n_empty:
         some = "its map is" if m == 1 else f"{n_empty:,} of {m:,} maps are"
@@ -799,7 +1118,8 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
     if plan.method == "integrated_gradients":
         _say_incomplete(plan, columns["completeness_error"])
     status = np.full(m, Status.OK, np.uint8)
-    status[list(samples.reasons)] = Status.FAILED
+    status[list(reasons)] = Status.FAILED
+    elsewhere = facts.pop("made_by", {})
     store.write_maps(
         folder / store.MAPS_NAME,
         method=plan.method,
@@ -807,27 +1127,27 @@ def _draw_maps(plan: _Plan, folder: Path, attrs: Mapping[str, Any]) -> int:
         ids=[plan.source.ids[row] for row in plan.rows],
         rows=plan.rows,
         status=status,
-        targets=chosen,
-        labels=samples.labels,
+        targets=arrays["targets"],
+        labels=arrays.get("labels"),
         label_names=plan.source.label_names,
         columns=columns,
-        attrs={**attrs, **facts},
+        attrs={**attrs, **facts, **elsewhere},
     )
-    with Progress(m - len(samples.reasons), what="draw", unit="pictures") as progress:
-        for place in sorted(samples.pictures.keys() - samples.reasons.keys()):
-            row = int(plan.rows[place])
-            figure = overlays.overlay(
-                overlays.Sample(plan.source.ids[row], row, samples.pictures[place]),
-                maps[place],
-                measured=_MEASURED[plan.method],
-                is_signed=plan.method in saliency.SIGNED,
-                title=f"{_random_words(plan.model)}{_NAMES[plan.method]} of {plan.model.name}"
-                + (f" at {facts['layer']}" if "layer" in facts else ""),
-                caption=_caption(plan, chosen[place], columns, place, samples),
-            )
-            figures.save(figure, folder / f"row-{row}.png")
-            progress.advance(1)
-    return len(samples.reasons)
+    return len(reasons)
+
+
+def _require_target(plan: _Plan) -> None:
+    """Refuse a list of targets that is not one for each sample.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    target, m = plan.target, len(plan.rows)
+    if target is not None and not isinstance(target, (int, str)) and len(target) != m:
+        raise ConfigError(
+            f"target lists {number_of(len(target), 'class', 'classes')} for "
+            f"{number_of(m, 'sample', 'samples')}; give one for all or one each"
+        )
 
 
 def _targets(plan: _Plan, samples: _Samples) -> Array | None:
@@ -863,11 +1183,6 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
         return _of_labels(plan, samples)
     if isinstance(target, int):
         return np.full(m, target, np.int64)
-    if len(target) != m:
-        raise ConfigError(
-            f"target lists {number_of(len(target), 'class', 'classes')} for "
-            f"{number_of(m, 'sample', 'samples')}; give one for all or one each"
-        )
     return np.array(target, np.int64)
 
 
@@ -881,12 +1196,12 @@ def _of_labels(plan: _Plan, samples: _Samples) -> Array:
 
 
 def _as_classes(
-    plan: _Plan, run: saliency.Scored, targets: Array | None, inputs: Tensor
+    plan: _Plan, run: saliency.Scored, inputs: Tensor, say: Callable[[str], None]
 ) -> Array | None:
-    """Labels as the classes that they name, where they are the targets."""
+    """The class that each label names, and -1 at the end; None where targets are classes."""
     of_labels = plan.target == "label"
     if plan.class_names is None and not of_labels:
-        return targets
+        return None
     with torch.no_grad():
         n_classes = run(inputs[:1]).shape[1]
     known = class_of_label(
@@ -897,19 +1212,23 @@ def _as_classes(
         title=run.title,
     )
     if of_labels and known is None:
-        log.info("target=label: the label is the number of the class")
+        say("target=label: the label is the number of the class")
     elif of_labels and known is not None:
         words = numbered(plan.source.label_names, known)
-        log.info("target=label: as classes of %s the labels are: %s", run.title, words)
-    return targets if known is None or targets is None else np.append(known, -1)[targets]
+        say(f"target=label: as classes of {run.title} the labels are: {words}")
+    return None if known is None else np.append(known, -1)
 
 
 def _maker(
-    plan: _Plan, run: saliency.Scored, samples: _Samples, inputs: Tensor
+    plan: _Plan,
+    run: saliency.Scored,
+    samples: _Samples,
+    inputs: Tensor,
+    say: Callable[[str], None],
 ) -> tuple[Callable[..., saliency.Maps], dict[str, Any]]:
     """The method as a function of a batch, and what it does, for the file."""
     if plan.method in saliency.ON_LAYER:
-        layer = _layer(plan, run, inputs)
+        layer = _layer(plan, run, inputs, say)
         is_plus = plan.method == "gradcam++"
 
         def at_layer(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
@@ -918,7 +1237,7 @@ def _maker(
         return at_layer, {"layer": layer.point.name, "grid": layer.grid.words}
     if plan.method in ("guided_backprop", "input_gradient"):
         return getattr(saliency, plan.method), {}
-    value, baseline = _baseline(plan, samples, inputs)
+    value, baseline = _baseline(plan, samples, inputs, say)
     if plan.method == "integrated_gradients":
 
         def along(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
@@ -942,7 +1261,7 @@ def _maker(
             f"stride={stride} px leaves pixels between windows of {window} px that nothing hides; "
             f"choose at most stride={window}"
         )
-    log.info("occlusion by squares of %s px, each %s px from the next", window, stride)
+    say(f"occlusion by squares of {window} px, each {stride} px from the next")
 
     def hidden(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
         return saliency.occlusion(
@@ -958,7 +1277,9 @@ def _maker(
     return hidden, {"baseline": value, "window_px": window, "stride_px": stride}
 
 
-def _layer(plan: _Plan, run: saliency.Scored, inputs: Tensor) -> saliency.Layer:
+def _layer(
+    plan: _Plan, run: saliency.Scored, inputs: Tensor, say: Callable[[str], None]
+) -> saliency.Layer:
     """The layer of a CAM, with its grid."""
     one = inputs[:1]
     network = saliency.look(run.module, one, title=run.title)
@@ -969,13 +1290,16 @@ def _layer(plan: _Plan, run: saliency.Scored, inputs: Tensor) -> saliency.Layer:
     with hooks.Capture(run.module, [point], only_here=True) as got, torch.no_grad():
         run(one)
         layer = saliency.as_layer(network, point, got[point.name], n=1)
-    log.info("layer: %s, %s maps of %s", point.name, f"{layer.width:,}", layer.grid.words)
+    say(f"layer: {point.name}, {layer.width:,} maps of {layer.grid.words}")
     return layer
 
 
-def _baseline(plan: _Plan, samples: _Samples, inputs: Tensor) -> tuple[float, Tensor]:
+def _baseline(
+    plan: _Plan, samples: _Samples, inputs: Tensor, say: Callable[[str], None]
+) -> tuple[float, Tensor]:
     """What stands for nothing: as it is told, and as it enters."""
-    are_pixels = samples.inputs[0][1].dtype == torch.uint8
+    assert samples.inputs is not None
+    are_pixels = samples.inputs.dtype == torch.uint8
     usual = GREY if plan.method == "occlusion" and are_pixels else 0.0
     value = usual if plan.baseline is None else plan.baseline
     if are_pixels and not 0 <= value <= 1:
@@ -983,7 +1307,7 @@ def _baseline(plan: _Plan, samples: _Samples, inputs: Tensor) -> tuple[float, Te
     flat = torch.full((1, *inputs.shape[1:]), value, dtype=torch.float32)
     if are_pixels:
         flat = samples.normalize(flat * 255)
-    log.info("baseline: %s", f"pixels of {value:g}" if are_pixels else f"{value:g} everywhere")
+    say(f"baseline: {f'pixels of {value:g}' if are_pixels else f'{value:g} everywhere'}")
     return value, flat.to(inputs.device)
 
 

@@ -19,7 +19,7 @@ from embedx import store
 from embedx.ablations import as_ablations
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
-from embedx.errors import ConfigError, StoreError, listed
+from embedx.errors import ConfigError, StoreError
 from embedx.forward import Plan
 from embedx.inputs import (
     Network,
@@ -219,7 +219,7 @@ def extract(
         raise ConfigError(f"out={folder} is the folder of the data; choose another out=FOLDER")
     cuts = cuts_of(plan, source, path, file_id=file_id, n_parts=n_parts, engine=engine)
     if isinstance(engine, Feed):
-        _require_the_same(engine, file_id, identity)
+        engine.require_same(file_id, identity)
     elif not overwrite:
         partial = store.partial_path(path)
         if path.exists() and not _is_begun(partial, identity):
@@ -276,7 +276,7 @@ def extract(
     elif part is not None or isinstance(engine, Feed):
         assert n_parts is not None
         alone = [] if part is None else [part]
-        numbers = iter(engine.next, None) if isinstance(engine, Feed) else alone
+        numbers = engine if isinstance(engine, Feed) else alone
         return store.open(run_part(plan, cuts, path, attrs, numbers=numbers, n_parts=n_parts))
     else:
         run_parts(plan, cuts, path, attrs, config=text, overwrite=overwrite, engine=engine)
@@ -457,21 +457,6 @@ def _check_parts(
             f"overwrite=true beside part={part}: a part of the old run and one that another job "
             f"has just made cannot be told apart; remove {out or 'the folder of the old run'} "
             "before the first job, or choose another name"
-        )
-
-
-def _require_the_same(feed: Feed, file_id: str, identity: Mapping[str, Any]) -> None:
-    """Refuse to make parts of another run than was asked for.
-
-    Raises:
-        StoreError: What decides the rows is another thing here.
-    """
-    if feed.file_id != file_id:
-        differing = [key for key, value in identity.items() if feed.identity.get(key) != value]
-        raise StoreError(
-            f"here {listed(differing) or 'the run'} is another than where the command was given "
-            f"(on {platform.node()}, Python {platform.python_version()}); give all processes the "
-            "same data, code and versions"
         )
 
 

@@ -21,6 +21,10 @@ class Matrix:
         chosen: The n rows of it that count, as indices; all where not given.
         mean: Shape ``(D,)``; with ``axes``, taken from each row before it is projected.
         axes: Shape ``(d, D)``: the rows are given in these coordinates.
+
+    Attributes:
+        shape: ``(n, d)``.
+        chosen: As it was given, and so ``mean`` and ``axes``.
     """
 
     def __init__(
@@ -32,9 +36,9 @@ class Matrix:
         axes: Array | None = None,
     ) -> None:
         self._matrix = matrix
-        self._chosen = chosen
-        self._mean = mean
-        self._axes = axes
+        self.chosen = chosen
+        self.mean = mean
+        self.axes = axes
         n = len(matrix) if chosen is None else len(chosen)
         self.shape = (n, matrix.shape[1] if axes is None else len(axes))
 
@@ -43,13 +47,13 @@ class Matrix:
 
     def __getitem__(self, which: slice | Array) -> Array:
         """Some of the rows, shape ``(k, d)`` float32."""
-        at = which if self._chosen is None else self._chosen[which]
+        at = which if self.chosen is None else self.chosen[which]
         rows: Array = np.asarray(self._matrix[at], dtype=np.float32)
-        if self._axes is None or self._mean is None:
+        if self.axes is None or self.mean is None:
             return rows
         # In float64, whose rounding hardly ever shows in float32: a product of other rows beside
         # these is rounded otherwise.
-        along = (rows.astype(np.float64) - self._mean) @ self._axes.T
+        along = (rows.astype(np.float64) - self.mean) @ self.axes.T
         largest = np.finfo(np.float32).max  # a huge row stays huge, and finite
         return np.clip(along, -largest, largest).astype(np.float32)
 
@@ -59,17 +63,28 @@ class Matrix:
             values[block] = self[block]
         return values if dtype is None else values.astype(dtype)
 
+    @property
+    def block_rows(self) -> int:
+        """How many rows are read at once: 8,192, and at most 128 MiB as float32."""
+        widest = max(int(self._matrix.shape[1]), self.shape[1], 1)
+        return max(1, min(BLOCK_ROWS, _BLOCK_BYTES // (4 * widest)))
+
     def blocks(self) -> Iterator[slice]:
-        """Slices that go through all rows, 8,192 at a time and at most 128 MiB as float32."""
-        widest = max(self._matrix.shape[1], self.shape[1], 1)
-        yield from _slices(len(self), min(BLOCK_ROWS, _BLOCK_BYTES // (4 * widest)))
+        """Slices that go through all rows, each of ``block_rows``."""
+        yield from _slices(len(self), self.block_rows)
+
+    def left_out(self) -> Array:
+        """Which rows of the whole matrix are not among these, which must be in order: indices."""
+        is_left_out = np.ones(len(self._matrix), bool)
+        is_left_out[slice(None) if self.chosen is None else self.chosen] = False
+        return np.flatnonzero(is_left_out)
 
     def columns(self, columns: slice) -> Array:
         """Some of the columns, shape ``(n, c)`` float32."""
-        at = slice(None) if self._chosen is None else self._chosen
-        if self._axes is None or self._mean is None:
+        at = slice(None) if self.chosen is None else self.chosen
+        if self.axes is None or self.mean is None:
             return np.asarray(self._matrix[:, columns][at], dtype=np.float32)
-        return np.asarray(self.along(mean=self._mean, axes=self._axes[columns]), np.float32)
+        return np.asarray(self.along(mean=self.mean, axes=self.axes[columns]), np.float32)
 
     def column_blocks(self) -> Iterator[slice]:
         """Slices that go through all columns, at most 128 MiB as float32 at a time."""
@@ -77,12 +92,24 @@ class Matrix:
 
     def among(self, chosen: Array) -> "Matrix":
         """Those of the rows with these indices, not read yet."""
-        inner = chosen if self._chosen is None else self._chosen[chosen]
-        return Matrix(self._matrix, inner, mean=self._mean, axes=self._axes)
+        inner = chosen if self.chosen is None else self.chosen[chosen]
+        return Matrix(self._matrix, inner, mean=self.mean, axes=self.axes)
 
     def along(self, *, mean: Array, axes: Array) -> "Matrix":
         """The same rows in the coordinates of ``axes``, not read yet."""
-        return Matrix(self._matrix, self._chosen, mean=mean, axes=axes)
+        return Matrix(self._matrix, self.chosen, mean=mean, axes=axes)
+
+
+def among_the_rest(left_out: Array, which: range) -> Array:
+    """Indices of some of the rows that are left when others are taken out of a matrix.
+
+    Args:
+        left_out: The indices of those, in order.
+        which: Numbers among the rows that are left.
+    """
+    numbers = np.arange(which.start, which.stop)
+    n_before = left_out - np.arange(len(left_out))  # rows that are left before each of them
+    return numbers + np.searchsorted(n_before, numbers, side="right")
 
 
 class Stacked:

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import logging
 import typing
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from embedx.errors import ConfigError, DataError, short
 from embedx.forces import attraction, repulsion
 from embedx.matrix import BLOCK_ROWS, Array, Matrix
 from embedx.neighbors import Graph, Metric, nearest_neighbors, nearest_rows
+from embedx.parts import part_rows
 from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
@@ -29,6 +31,10 @@ F = TypeVar("F", bound=Callable[..., "Result"])
 
 # The covariance of so many features, in float64, takes 2 GB.
 WIDEST = 16_384
+# Moments of so many rows are summed at once: of more where the rows are wide, so that those of all
+# parts take an eighth of the rows at most, and never in more than so many parts.
+MOMENT_ROWS = 65_536
+MOMENT_PARTS = 256
 # Raised when the maps of a method change under the same settings; part of a map's id.
 REVISIONS = {"tsne": 3}
 # Of openTSNE's placing: few neighbours, a small step, for the map itself does not move.
@@ -50,23 +56,6 @@ class Result:
     coords: Array
     used: dict[str, Any] = dataclasses.field(default_factory=dict)
     state: dict[str, Array] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """What is known of the rows beside their values.
-
-    Attributes:
-        neighbors: Gives the graph of the k nearest neighbours of all n rows for ``(k, metric)``,
-            computed once for all that ask.
-        labels: Shape ``(n,)`` of int, -1 for none; None where there are no labels.
-        target: Shape ``(n, m)``: where a map to align to has these rows, NaN where it has not;
-            None where there is no such map.
-    """
-
-    neighbors: Callable[[int, Metric], Graph]
-    labels: Array | None = None
-    target: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +137,51 @@ def state_array(state: Mapping[str, Array], name: str, shape: tuple[int, ...]) -
 Place = Callable[[Array, Fitted], Array]
 
 
+class Work:
+    """What is done in parts, by this process alone; the parts do not hang on who does them."""
+
+    def moments(self, rows: Matrix) -> "Iterable[Moments]":
+        """The moments of rows, part by part in their order."""
+        block = rows.block_rows
+        return (moments_of(rows, part, block=block) for part in moment_parts(rows))
+
+    def placed(
+        self, rows: Matrix, place: Place, fitted: Fitted, *, dtype: type = np.float64
+    ) -> Array:
+        """Where new rows go in a map, block by block, shape ``(q, m)``."""
+        coords: Array = np.empty((len(rows), fitted.coords.shape[1]), dtype)
+        for block in rows.blocks():
+            with np.errstate(over="ignore"):
+                coords[block] = placed_block(rows[block], place, fitted)
+        return coords
+
+
+def placed_block(x: Array, place: Place, fitted: Fitted) -> Array:
+    """Where new rows ``(q, d)`` go in a map, shape ``(q, m)``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what matters is said in our own words
+        return place(x, fitted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What is known of the rows beside their values.
+
+    Attributes:
+        neighbors: Gives the graph of the k nearest neighbours of all n rows for ``(k, metric)``,
+            computed once for all that ask.
+        labels: Shape ``(n,)`` of int, -1 for none; None where there are no labels.
+        target: Shape ``(n, m)``: where a map to align to has these rows, NaN where it has not;
+            None where there is no such map.
+        work: Who does what can be done in parts.
+    """
+
+    neighbors: Callable[[int, Metric], Graph]
+    labels: Array | None = None
+    target: Array | None = None
+    work: Work = dataclasses.field(default_factory=Work)
+
+
 def places(
     place: Place, *, unless: Callable[[Mapping[str, Any]], str | None] | None = None
 ) -> Callable[[F], F]:
@@ -190,21 +224,28 @@ def _place_pca(x: Array, fitted: Fitted) -> Array:
 
 @places(_place_pca)
 def pca(
-    x: Array | Matrix, *, n_components: int = 2, whiten: bool = False, random_state: int = 0
+    x: Array | Matrix,
+    *,
+    n_components: int = 2,
+    whiten: bool = False,
+    random_state: int = 0,
+    context: Context | None = None,
 ) -> Result:
     """Principal component analysis, exact and out of core.
 
     The mean and the scatter of all rows are summed in float64 in one pass over blocks of rows (the
-    pairwise update of Chan, Golub, LeVeque), and the components are the eigenvectors of the
-    scatter; of rows that are fewer than their features they come of the products of the rows, over
-    blocks of columns. The sign of each component makes its largest loading positive, the first of
-    equal ones; a component without variance is 0.
+    pairwise update of Chan, Golub, LeVeque), first within each part of 65,536 rows or more and then
+    over the parts in their order, and the components are the eigenvectors of the scatter; of rows
+    that are fewer than their features they come of the products of the rows, over blocks of
+    columns. The sign of each component makes its largest loading positive, the first of equal ones;
+    a component without variance is 0.
 
     Args:
         x: Shape ``(n, d)``, finite.
         n_components: m, at most min(n, d); clamped with a message.
         whiten: Divide each coordinate by its standard deviation.
         random_state: Not used; the result is exact.
+        context: Who sums the parts, and places the rows.
 
     Returns:
         Coordinates, and as state the fitted ``mean`` ``(d,)``, ``components`` ``(m, d)`` and
@@ -223,7 +264,8 @@ def pca(
     rows = x if isinstance(x, Matrix) else Matrix(np.asarray(x))
     n, d = rows.shape
     m = int(_clamp("n_components", n_components, most=min(n, d)))
-    mean, axes, variances = principal_components(rows, m)
+    work = Work() if context is None else context.work
+    mean, axes, variances = principal_components(rows, m, work=work)
     total = float(variances.sum())
     ratio = variances / total if total > 0 else np.zeros(len(variances))
     state = {"mean": mean, "components": axes, "explained_variance_ratio": ratio}
@@ -232,17 +274,22 @@ def pca(
         # A direction without variance has nothing to divide.
         flat = deviation <= 1e-7 * deviation.max(initial=0.0)
         state["scale"] = np.where(flat, 0.0, 1.0 / np.where(flat, 1.0, deviation))
-    fitted = Fitted(rows, np.empty((0, m)), {}, state)
-    coords = np.empty((n, m), np.float32 if n > BLOCK_ROWS else np.float64)
-    for block in rows.blocks():
-        with np.errstate(over="ignore"):
-            coords[block] = _place_pca(rows[block], fitted)
+    fitted = Fitted(rows.among(np.arange(0)), np.empty((0, m)), {}, state)  # it asks for no rows
+    dtype = np.float32 if n > BLOCK_ROWS else np.float64
+    coords = work.placed(rows, _place_pca, fitted, dtype=dtype)
     used = {"n_components": m, "explained_variance": float(ratio[:m].sum())}
     return Result(coords=coords, used=used, state=state)
 
 
-def principal_components(rows: Matrix, n_components: int) -> tuple[Array, Array, Array]:
+def principal_components(
+    rows: Matrix, n_components: int, *, work: Work | None = None
+) -> tuple[Array, Array, Array]:
     """Mean ``(d,)``, the first axes ``(m, d)`` and all variances ``(min(n, d),)``, largest first.
+
+    Args:
+        rows: Shape ``(n, d)``.
+        n_components: m.
+        work: Who sums the moments; this process where not given.
 
     Raises:
         DataError: Both n and d are above 16,384.
@@ -253,8 +300,10 @@ def principal_components(rows: Matrix, n_components: int) -> tuple[Array, Array,
             f"the principal components of {n:,} rows of {d:,} features need a matrix of "
             f"{min(n, d) ** 2 * 8 / 1e9:.0f} GB; store fewer features: extract with pooling=gap"
         )
-    decompose = _components_of_few if n < d else _components_of_many
-    mean, axes, variances = decompose(rows, n_components)
+    if n < d:
+        mean, axes, variances = _components_of_few(rows, n_components)
+    else:
+        mean, axes, variances = _components_of_many(rows, n_components, work or Work())
     # Of loadings that are equal but for the last digits the first decides.
     sizes = np.abs(axes)
     first = (sizes >= sizes.max(axis=1, keepdims=True) * (1 - 1e-6)).argmax(axis=1)
@@ -291,20 +340,54 @@ def _eigen(symmetric: Array) -> tuple[Array, Array]:
     return np.maximum(values[::-1], 0) * unit, vectors[:, ::-1]
 
 
-def _components_of_many(rows: Matrix, m: int) -> tuple[Array, Array, Array]:
-    n, d = rows.shape
-    mean, scatter = np.zeros(d), np.zeros((d, d))
-    for block in rows.blocks():
-        values = rows[block].astype(np.float64)
-        here = values.mean(axis=0)
-        values -= here
-        scatter += values.T @ values
-        between = here - mean
-        so_far, n_here = block.start, len(values)
-        scatter += np.outer(between, between) * (so_far * n_here / (so_far + n_here))
-        mean += between * (n_here / (so_far + n_here))
-    squares, axes = _eigen(scatter)
-    return mean, axes.T[:m], squares / max(1, n - 1)
+def _components_of_many(rows: Matrix, m: int, work: Work) -> tuple[Array, Array, Array]:
+    whole = Moments(rows.shape[1])
+    for part in work.moments(rows):
+        whole.add(part.n, part.mean, part.scatter)
+    squares, axes = _eigen(whole.scatter)
+    return whole.mean, axes.T[:m], squares / max(1, whole.n - 1)
+
+
+class Moments:
+    """Of n rows the mean ``(d,)``, and the scatter ``(d, d)`` about it, in float64; of none yet.
+
+    Args:
+        d: How many numbers a row has.
+    """
+
+    def __init__(self, d: int) -> None:
+        self.n = 0
+        self.mean: Array = np.zeros(d)
+        self.scatter: Array = np.zeros((d, d))
+
+    def add(self, n: int, mean: Array, scatter: Array) -> None:
+        """Take in those of further rows, by the pairwise update of Chan, Golub, LeVeque."""
+        between = mean - self.mean
+        apart = np.outer(between, between)
+        apart *= self.n * n / (self.n + n)
+        self.scatter += scatter
+        self.scatter += apart
+        self.mean += between * (n / (self.n + n))
+        self.n += n
+
+
+def moments_of(rows: Matrix, which: range, *, block: int) -> Moments:
+    """The moments of some of the rows, of which ``block`` are read at once."""
+    moments = Moments(rows.shape[1])
+    for start in range(which.start, which.stop, block):
+        values = rows[start : min(start + block, which.stop)].astype(np.float64)
+        mean = values.mean(axis=0)
+        values -= mean
+        moments.add(len(values), mean, values.T @ values)
+    return moments
+
+
+def moment_parts(rows: Matrix) -> list[range]:
+    """The rows whose moments are summed by themselves; they do not hang on who does it."""
+    (n, d), block = rows.shape, rows.block_rows
+    most = min(MOMENT_PARTS, -(-n // MOMENT_ROWS), -(-n // block), n // (16 * max(1, d)))
+    n_parts = max(1, most)
+    return [part_rows(number, n_parts=n_parts, n_rows=n, block=block) for number in range(n_parts)]
 
 
 # --------------------------------------------------------------------------- t-SNE

@@ -1,14 +1,34 @@
-"""Files that are parts of one: rows in order, each part a whole embeddings file of its own."""
+"""Files that are parts of one, and who makes them.
+
+A stage cuts its work into numbered parts, each of which ends as a file of its own: a whole
+embeddings file, or arrays (:class:`ArrayParts`). An :class:`Engine` hands the numbers to other
+processes, where a function of the stage makes the files as a :class:`Feed` asks for them; then the
+stage joins them in their order, whoever was first.
+"""
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from embedx import store
-from embedx.errors import StoreError
-from embedx.store import Embeddings, Writer
+from embedx.errors import ConfigError, DataError, Interrupted, StoreError, listed, number_of
+from embedx.progress import Progress
+from embedx.store import Array, Embeddings, Writer
+
+log = logging.getLogger("embedx")
 
 _BLOCK_BYTES = 2**24
 
@@ -27,33 +47,82 @@ def part_rows(number: int, *, n_parts: int, n_rows: int, block: int) -> range:
     return range(min(first, n_rows), min(end, n_rows))
 
 
-class Feed(abc.ABC):
-    """What tells a process which parts to make, one after the other.
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What the processes of an engine do.
 
     Attributes:
-        n_parts: How many there are in all.
-        file_id: The id of the whole, as whoever asks for its parts knows it.
-        identity: What decides its rows, to name a difference.
+        function: ``package.module:name``, called with ``settings`` and a :class:`Feed`; it makes
+            the file of each part that it is asked for.
+        settings: Plain values, as JSON holds them.
+        device: What it computes on, as a user names it.
     """
 
-    n_parts: int
-    file_id: str
-    identity: dict[str, Any]
+    function: str
+    settings: dict[str, Any]
+    device: str
+
+
+class Feed(abc.ABC):
+    """What tells a process which parts to make, one after the other; iterating asks.
+
+    Attributes:
+        about: What it has to know beside its task, plain values.
+    """
+
+    about: dict[str, Any]
 
     @abc.abstractmethod
     def next(self) -> int | None:
         """The part to make now; None when there is no more. The one before is made."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.next, None)
+
+    def require_same(self, file_id: str, identity: Mapping[str, Any]) -> None:
+        """Refuse to make parts of another whole than was asked for.
+
+        Args:
+            file_id: The id of the whole as it is known here; ``about`` has that of the driver.
+            identity: What decides the whole, to name a difference.
+
+        Raises:
+            StoreError: It is another thing here.
+        """
+        if self.about["file_id"] != file_id:
+            there = self.about["identity"]
+            differing = [key for key, value in identity.items() if there.get(key) != value]
+            raise StoreError(
+                f"here {listed(differing) or 'the run'} is another than where the command was "
+                f"given (on {platform.node()}, Python {platform.python_version()}); give all "
+                "processes the same data, code and versions"
+            )
 
 
 class Engine(abc.ABC):
     """What has parts made by other processes.
 
     Attributes:
+        task: What they do; given before it is asked for anything.
         silent_after_s: For how long a part may have no new row, or none be begun, before it is
             said.
     """
 
+    task: Task | None = None
     silent_after_s: float = 600.0
+
+    def required_task(self) -> Task:
+        """What they do.
+
+        Raises:
+            ConfigError: Nobody has said it: they cannot have a network or data of this process.
+        """
+        if self.task is None:
+            raise ConfigError(
+                "other processes build model and data by the words of a command, and engine= was "
+                "given from Python; use the command line for it: python -m embedx"
+            )
+        return self.task
 
     @property
     @abc.abstractmethod
@@ -73,7 +142,7 @@ class Engine(abc.ABC):
 
         Args:
             parts: Their numbers.
-            about: What a process has to know beside: ``n_parts``, ``file_id``, ``identity``.
+            about: What a process has to know beside its task.
             ended: Called with the number of each part that is made.
             tick: Called now and then with the parts under way, and who makes each; what it raises
                 ends the run.
@@ -81,6 +150,315 @@ class Engine(abc.ABC):
         Returns:
             Why parts failed, by their number.
         """
+
+
+# --------------------------------------------------------------------------- the driver
+
+
+@dataclasses.dataclass
+class Stop:
+    """The signal that asked to stop; 0 for none."""
+
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """SIGINT and SIGTERM ask the loop to stop after the batch at hand; a second one insists."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, _: FrameType | None) -> None:
+        if stop.number:
+            raise KeyboardInterrupt
+        stop.number = number
+        if number == signal.SIGINT:
+            # Written at once: a log line could meet the half of another.
+            os.write(2, b"\nstopping after this batch; Ctrl-C again stops at once\n")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def have_made(
+    engine: Engine,
+    missing: Sequence[int],
+    *,
+    n: int,
+    title: Callable[[int], str],
+    about: dict[str, Any],
+    ended: Callable[[int], bool],
+    look: Callable[[Iterable[int]], Mapping[int, int]] = lambda running: dict.fromkeys(running, 0),
+    unit: str = "part",
+) -> None:
+    """Have the missing parts of a whole made by an engine, and say which of them stand still.
+
+    Args:
+        engine: It.
+        missing: Their numbers.
+        n: How many parts the whole has.
+        title: What a part is called in messages.
+        about: What a process has to know beside its task.
+        ended: Called with each part whose process is done with it; whether it is there.
+        look: Called now and then with the parts under way; how many rows each has so far.
+        unit: What a part is.
+
+    Raises:
+        DataError: Some could not be made; the others are.
+        Interrupted: A signal came.
+    """
+    n_made = n - len(missing)
+    looked = time.monotonic()
+    silent = _Silent(engine.silent_after_s)
+    with stop_on_signal() as stop:
+
+        def tick(running: Mapping[int, str]) -> None:
+            nonlocal looked
+            if stop.number:
+                raise Interrupted(
+                    f"stopped by {stop.name}: {n_made:,} of {number_of(n, unit, unit + 's')} and "
+                    "what others have so far are kept; run the same command again to go on",
+                    signal_number=stop.number,
+                )
+            if time.monotonic() - looked < _LOOK_S:
+                return
+            looked = time.monotonic()
+            rows = look(running) or {_NOBODY: 0}
+            for number, seconds in silent.look(rows).items():
+                name = "" if number == _NOBODY else title(number)
+                _say_silent(name, seconds, rows=rows[number], who=running.get(number, ""))
+
+        def count(number: int) -> None:
+            nonlocal n_made
+            n_made += ended(number)
+
+        failed = engine.run(missing, about=about, ended=count, tick=tick)
+    if failed:
+        number, *others = sorted(failed)
+        error = DataError(
+            f"{title(number)} failed: {failed[number]}; {n_made:,} of {n:,} are "
+            f"made and kept, run the same command again to try {len(failed):,} again"
+        )
+        if others:
+            error.add_note("\n".join(f"{title(one)}: {failed[one]}" for one in others))
+        raise error
+
+
+_LOOK_S = 0.5
+_NOBODY = -1  # in the place of a part's number, where none is under way
+
+
+class _Silent:
+    """Which parts have had no new row for long: each is told once, and again at doubling times.
+
+    Args:
+        after_s: How long the first time is.
+        clock: Seconds.
+    """
+
+    def __init__(self, after_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after_s = after_s
+        self._clock = clock
+        self._seen: dict[int, tuple[int, float, float]] = {}  # rows, since when, told after
+
+    def look(self, rows: Mapping[int, int]) -> dict[int, float]:
+        """For how many seconds parts have had none, of which it is to be told now.
+
+        Args:
+            rows: How many each of the parts under way has.
+        """
+        now = self._clock()
+        told: dict[int, float] = {}
+        seen = self._seen
+        self._seen = {}
+        for number, n in rows.items():
+            before, since, after = seen.get(number, (-1, now, self._after_s))
+            if n != before:
+                since, after = now, self._after_s
+            elif now - since >= after:
+                told[number] = now - since
+                after = 2 * told[number]
+            self._seen[number] = n, since, after
+        return told
+
+
+def _say_silent(title: str, seconds: float, *, rows: int, who: str) -> None:
+    """Say it of a part, or of none by an empty title."""
+    long = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if not title:
+        log.warning(
+            "no worker has begun a part for %s: they wait for a place, as there is none on the "
+            "cluster; Ctrl-C ends this, and what is made is kept",
+            long,
+        )
+        return
+    log.warning(
+        "%s has had no new row for %s (%s so far), in %s: it may be slow, and is waited for; if it "
+        "hangs, kill -9 that process, and the part is tried again",
+        title,
+        long,
+        f"{rows:,}",
+        who,
+    )
+
+
+# --------------------------------------------------------------------------- parts that are arrays
+
+
+class ArrayParts:
+    """The parts of a whole that are arrays: files in a folder beside it until all are there.
+
+    Args:
+        path: The file or the folder that is made of them.
+        of: What decides them, as one text: parts of anything else are not taken for these.
+        n: How many there are.
+    """
+
+    def __init__(self, path: Path, *, of: str, n: int) -> None:
+        self.n = n
+        self._path = path
+        self._of = of
+
+    def title(self, number: int) -> str:
+        """What a part is called in messages."""
+        return f"part {number:,} of {self.n:,}"
+
+    def folder(self, number: int) -> Path:
+        """Where a part may have further files, which are written before the part is."""
+        return store.part_path(self._path, number).parent
+
+    def begin(self, shared: Mapping[str, Array] | None = None) -> None:
+        """Make the place for them, or go on with those that are there.
+
+        Args:
+            shared: What all parts need, to be had by :meth:`shared`.
+
+        Raises:
+            StoreError: Something else lies there, or the disk refused.
+        """
+        if store.parts_id(self._path) not in (None, self._of):
+            log.info("parts that were made of something else are taken away")
+            store.remove_parts(self._path)
+        store.begin_parts(self._path, of=self._of, n=self.n, kind="part")
+        if shared is not None:
+            self._write(self._shared, shared, {})
+
+    def shared(self) -> dict[str, Array]:
+        """What :meth:`begin` was given."""
+        return self._read(self._shared)[0]
+
+    def write(self, number: int, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> None:
+        """Write a part, whole or not at all.
+
+        Args:
+            number: Of the part.
+            arrays: By name.
+            about: Plain values, as JSON holds them.
+
+        Raises:
+            StoreError: The disk refused.
+        """
+        self._write(store.part_path(self._path, number), arrays, about)
+
+    def read(self, number: int) -> tuple[dict[str, Array], dict[str, Any]]:
+        """What :meth:`write` was given.
+
+        Raises:
+            StoreError: It is not there, or damaged.
+        """
+        try:
+            return self._read(store.part_path(self._path, number))
+        except StoreError as error:
+            raise StoreError(
+                f"{self.title(number)} cannot be joined: {error}; all processes must see it by "
+                "this path, and running again makes it anew"
+            ) from error
+
+    def make(self, engine: Engine, *, about: dict[str, Any], what: str) -> None:
+        """Have those made that are missing.
+
+        Args:
+            engine: By whom.
+            about: What a process has to know beside its task.
+            what: What is being done, one word.
+
+        Raises:
+            DataError: Some could not be made; the others are.
+            Interrupted: A signal came.
+        """
+        missing = [number for number in range(self.n) if not self._has(number)]
+        n_before = self.n - len(missing)
+        if n_before:
+            of = f"{n_before:,} of {number_of(self.n, 'part', 'parts')}"
+            then = "going on with the rest" if missing else "joining them"
+            log.info("%s made before: %s", of, then)
+        if not missing:
+            return
+        with Progress(self.n, what=what, done=n_before, unit="parts") as progress:
+
+            def ended(_: int) -> bool:
+                progress.advance(1)
+                return True
+
+            try:
+                have_made(engine, missing, n=self.n, title=self.title, about=about, ended=ended)
+            finally:
+                store.end_parts(self._path)
+
+    def remove(self) -> None:
+        """Take all of them away.
+
+        Raises:
+            StoreError: The disk refused.
+        """
+        store.remove_parts(self._path)
+
+    @property
+    def _shared(self) -> Path:
+        return store.parts_folder(self._path) / "shared.h5"
+
+    def _has(self, number: int) -> bool:
+        with contextlib.suppress(StoreError):  # damaged: it is made anew
+            path = store.part_path(self._path, number)
+            return path.exists() and self._is_own(path)
+        return False
+
+    def _is_own(self, path: Path) -> bool:
+        return bool(store.read_arrays(path, format=store.PART_FORMAT)[0]["id"] == self._of)
+
+    def _write(self, path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> None:
+        # As an array: an attribute has at most 64 KiB.
+        text = json.dumps({"names": list(arrays), "about": about}).encode()
+        store.write_arrays(
+            path,
+            format=store.PART_FORMAT,
+            attrs={"id": self._of},
+            arrays={**arrays, _ABOUT: np.frombuffer(text, np.uint8)},
+        )
+
+    def _read(self, path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+        attrs, found = store.read_arrays(path, format=store.PART_FORMAT, names=[_ABOUT])
+        if attrs["id"] != self._of:  # by a process whose driver was replaced meanwhile
+            raise StoreError(f"{path} is of something else")
+        said = json.loads(found[_ABOUT].tobytes())
+        _, arrays = store.read_arrays(path, format=store.PART_FORMAT, names=said["names"])
+        return arrays, said["about"]
+
+
+_ABOUT = "about"
+
+
+# --------------------------------------------------------------------------- parts that are rows
 
 
 def append_parts(writer: Writer, parts: Iterable[Embeddings]) -> None:

@@ -4,15 +4,18 @@ A projection is a function from rows to a :class:`embedx.methods.Result`; its co
 as ``_target_``, so that another method is one file more.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import logging
 import os
 import re
+import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +25,29 @@ from embedx import ready_made, store
 from embedx.align import SPACE, places_in, procrustes, space_of
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
+from embedx.disk import writing_lock
 from embedx.errors import ConfigError, DataError, StoreError, short
-from embedx.matrix import Array, Matrix, stratified
+from embedx.matrix import Array, Matrix, among_the_rest, stratified
 from embedx.methods import (
     METHODS,
     REVISIONS,
     Context,
     Fitted,
+    Moments,
     Place,
     Result,
+    Work,
+    moment_parts,
+    moments_of,
     pca,
     place_of,
+    placed_block,
     principal_components,
     state_array,
     why_not_placed,
 )
 from embedx.neighbors import Graph, Metric, layer_graph, metric_of
+from embedx.parts import ArrayParts, Engine, Feed, Task, part_rows
 from embedx.ready_made import Given
 from embedx.scores import SCORED_K, WHOLE_ROWS, map_quality
 from embedx.store import Embeddings, Projection
@@ -61,6 +71,7 @@ def project(
     align_to: str | os.PathLike[str] | Projection | None = None,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    engine: Engine | None = None,
     **parameters: Any,
 ) -> Projection:
     """Project the rows of an embeddings file and write the map beside it.
@@ -85,6 +96,9 @@ def project(
             this one, t-SNE and UMAP also start from there.
         out: Folder for the projection; ``projections`` beside the embeddings where not given.
         overwrite: Compute again what is there.
+        engine: What sums the rows of PCA, and places rows that are not fitted, part by part in
+            other processes, such as ``embedx.engines.processes()``; this process where not given.
+            The map is the same.
         parameters: Of the method.
 
     Returns:
@@ -92,10 +106,12 @@ def project(
 
     Raises:
         ConfigError: An unknown method, a parameter it does not have or cannot take, or that has
-            the name of an argument of ``project`` or a value that a file cannot hold.
+            the name of an argument of ``project`` or a value that a file cannot hold; or an engine
+            that has nothing to do.
         DataError: Too few rows, an unfinished file, a map that rows cannot be placed in or aligned
-            with, or a function of one's own that gives no ``(n, m)`` coordinates or what a file
-            cannot hold.
+            with, a function of one's own that gives no ``(n, m)`` coordinates or what a file
+            cannot hold, or parts that an engine could not have made.
+        Interrupted: A signal came while an engine was at work.
         StoreError: A file is missing or damaged, the map that is there belongs to other
             embeddings, or there is no space.
     """
@@ -134,12 +150,15 @@ def project(
         present = store.open_projection(path)
         if present.attrs.get("id") == projection_id:
             log.info("%s is there already with these settings: nothing to do", path)
+            _Elsewhere.remove(path)  # where it was killed when all was done but this
             return present
         raise StoreError(
             f"{path} belongs to other embeddings (parent {str(present.attrs.get('parent'))[:12]}, "
             f"and {opened.path} is {opened.attrs['id'][:12]}); replace it with overwrite=true"
         )
     rows = job.rows
+    if engine is not None:
+        _require_use(engine, job)
     log.info(
         "projecting %s of %s by %s (%s rows of %s dims) into %s",
         job.layer,
@@ -152,7 +171,15 @@ def project(
     if len(rows) < opened.n_rows:
         log.warning("%s failed rows are left out", f"{opened.n_rows - len(rows):,}")
     started = time.monotonic()
-    made = job.make()
+    if engine is None:
+        made = job.make(Work())
+    else:
+        with contextlib.ExitStack() as stack:
+            stack.callback(_remove_if_empty, folder)
+            stack.enter_context(writing_lock(path))
+            if overwrite:  # from the start: parts may be of code that has changed unseen
+                _Elsewhere.remove(path)
+            made = job.make(_Elsewhere(engine, path, opened, job))
     with np.errstate(over="ignore"):  # what float32 cannot hold is not placed
         placed_at = made.coords.astype(np.float32)
     placed = np.isfinite(placed_at).all(axis=1)
@@ -194,6 +221,7 @@ def project(
         state=made.state,
         row_scores={"neighborhood": neighborhood},
     )
+    _Elsewhere.remove(path)
     score = quality.scores.get("trustworthiness")
     log.info(
         "wrote %s: %s rows, %s dims, trustworthiness %s, %.1f s",
@@ -235,7 +263,10 @@ class _Job:
         settings: Everything that decides the coordinates beside the embeddings.
         at: Which rows of the file take part, as indices.
         rows: They.
-        make: Makes the map.
+        make: Makes the map, with someone who does what can be done in parts.
+        place: How further rows are placed in it; None where none are, or the method does it itself.
+        fitted_to: The embeddings that it is fitted to.
+        reduces: Whether the rows are summed for their principal components.
         beside: A hash of what another map holds that this one is made beside: made again under the
             same settings, it may hold something else.
     """
@@ -245,7 +276,10 @@ class _Job:
     settings: dict[str, Any]
     at: Array
     rows: Matrix
-    make: Callable[[], _Made]
+    make: Callable[[Work], _Made]
+    place: Place | None
+    fitted_to: Embeddings
+    reduces: bool = False
     beside: str = ""
 
 
@@ -323,7 +357,7 @@ def _fitting(
         else:
             log.warning("landmarks=%s: there are %s rows, all are fitted", landmarks, n_fitted)
 
-    def make() -> _Made:
+    def make(work: Work) -> _Made:
         seed = values.get("random_state", 0)
         seed = seed if type(seed) is int and 0 <= seed < 2**32 else 0
         state: dict[str, Array] = {}
@@ -331,7 +365,7 @@ def _fitting(
         reduced = rows
         which = ""
         if pre_pca is not None and pre_pca < min(rows.shape):
-            mean, axes, _ = principal_components(rows, pre_pca)
+            mean, axes, _ = principal_components(rows, pre_pca, work=work)
             mean, axes = mean.astype(np.float32), axes.astype(np.float32)
             reduced = rows.along(mean=mean, axes=axes)
             state |= {"pre_components": axes, "pre_mean": mean}
@@ -361,7 +395,13 @@ def _fitting(
             return graphs[metric]
 
         start = None if target is None else _shared(target, opened, at[fitted_at])
-        context = Context(neighbors, None if labels is None else labels[fitted_at], start)
+        is_whole = n_fitted == len(rows)  # else they are few, and one process fits the map to them
+        context = Context(
+            neighbors,
+            None if labels is None else labels[fitted_at],
+            start,
+            work if is_whole else Work(),
+        )
         takes = {_CONTEXT: context} if _CONTEXT in signature_of(function).parameters else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what matters of them is said in our own words
@@ -377,7 +417,7 @@ def _fitting(
             whole = np.empty((len(rows), coords.shape[1]), np.float64)
             whole[fitted_at] = coords
             others = np.delete(np.arange(len(rows)), fitted_at)
-            whole[others] = _placed(reduced.among(others), place, fitted)
+            whole[others] = work.placed(reduced.among(others), place, fitted)
             coords = whole
         if start is not None:
             assert target is not None
@@ -391,17 +431,212 @@ def _fitting(
             coords, {**values, **used}, state, metric, None if which else graphs.get(metric)
         )
 
-    return _Job(name, point, settings, at, rows, make, "" if target is None else _content(target))
+    return _Job(
+        name,
+        point,
+        settings,
+        at,
+        rows,
+        make,
+        place=place_of(function) if n_fitted < len(rows) or function is pca else None,
+        fitted_to=opened,
+        reduces=pre_pca is not None or function is pca,
+        beside="" if target is None else _content(target),
+    )
 
 
-def _placed(rows: Matrix, place: Place, fitted: Fitted) -> Array:
-    """Where new rows go in a map, block by block, shape ``(q, m)``."""
-    coords = np.empty((len(rows), fitted.coords.shape[1]), np.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for block in rows.blocks():
-            coords[block] = place(rows[block], fitted)
-    return coords
+# --------------------------------------------------------------------------- by other processes
+
+
+class _Elsewhere(Work):
+    """An engine does it, into files beside the map to be, which stay until that is written.
+
+    Args:
+        engine: It.
+        path: The map to be.
+        opened: Whose rows take part.
+        job: What is made.
+    """
+
+    def __init__(self, engine: Engine, path: Path, opened: Embeddings, job: _Job) -> None:
+        self._engine = engine
+        self._path = path
+        self._settings = {
+            "embeddings": str(opened.path.resolve()),
+            "id": opened.attrs["id"],
+            "layer": job.layer,
+            "fitted_to": str(job.fitted_to.path.resolve()),
+            "place": "" if job.place is None else _name_of(job.place),
+        }
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Take away what was left beside a map."""
+        for kind in ("moments", "places"):
+            if store.parts_id(_beside(path, kind)) is not None:
+                store.remove_parts(_beside(path, kind))
+
+    def moments(self, rows: Matrix) -> Iterator[Moments]:
+        ranges = moment_parts(rows)
+        parts = self._made("moments", rows, {}, n=len(ranges))
+        for number in range(parts.n):
+            arrays, said = parts.read(number)
+            found = Moments(0)
+            found.n, found.mean, found.scatter = said["n"], arrays["mean"], arrays["scatter"]
+            yield found
+
+    def placed(
+        self, rows: Matrix, place: Place, fitted: Fitted, *, dtype: type = np.float64
+    ) -> Array:
+        arrays = {f"state/{name}": np.asarray(array) for name, array in fitted.state.items()}
+        arrays["coords"] = fitted.coords
+        arrays |= _along(fitted.rows, "fitted_")
+        if fitted.rows.chosen is not None:
+            arrays["fitted"] = fitted.rows.chosen
+        blocks = list(rows.blocks())
+        parts = self._made(
+            "places", rows, arrays, n=len(blocks), parameters=dict(fitted.parameters)
+        )
+        coords: Array = np.empty((len(rows), fitted.coords.shape[1]), dtype)
+        for number, block in enumerate(blocks):
+            with np.errstate(over="ignore"):
+                coords[block] = parts.read(number)[0]["coords"]
+        return coords
+
+    def _made(
+        self, kind: str, rows: Matrix, shared: Mapping[str, Array], *, n: int, **more: Any
+    ) -> ArrayParts:
+        """Have parts of some rows made."""
+        shared = {**shared, "left_out": rows.left_out(), **_along(rows)}
+        block = rows.block_rows
+        asked = {"kind": kind, "n": n, "block": block, "n_rows": len(rows), **more}
+        # A fit may end otherwise each time, so that what it holds tells its parts from others.
+        content = hashlib.sha256(json.dumps({**self._settings, **asked}, sort_keys=True).encode())
+        for name, array in sorted(shared.items()):
+            content.update(f"{name} {array.dtype} {array.shape}".encode())
+            content.update(array.tobytes())
+        asked["of"] = content.hexdigest()
+        parts = ArrayParts(_beside(self._path, kind), of=asked["of"], n=n)
+        parts.begin(shared)
+        asked["path"] = str(self._path.resolve())
+        self._engine.task = Task(f"{__name__}:make_parts", {**self._settings, **asked}, "cpu")
+        parts.make(self._engine, about={}, what=kind)
+        return parts
+
+
+def make_parts(settings: dict[str, Any], feed: Feed) -> None:
+    """Make parts of a map, in a worker of an engine: moments of rows, or places of them.
+
+    Args:
+        settings: What the driver gave to its task.
+        feed: Which parts.
+
+    Raises:
+        DataError: The map takes no such rows.
+        StoreError: The embeddings are not those of the driver, or there is no space.
+    """
+    opened = store.open(settings["embeddings"])
+    if opened.attrs["id"] != settings["id"]:
+        raise StoreError(
+            f"{opened.path} has id {short(str(opened.attrs['id']), most=12)} here, and "
+            f"{short(settings['id'], most=12)} where the command was given; give all processes the "
+            "same files"
+        )
+    matrix = opened.rows(settings["layer"])[1]
+    path = _beside(Path(settings["path"]), settings["kind"])
+    parts = ArrayParts(path, of=settings["of"], n=settings["n"])
+    shared, block, n_rows = parts.shared(), settings["block"], settings["n_rows"]
+
+    whole = _in_axes(Matrix(matrix), shared)
+
+    def rows_of(which: range) -> tuple[Matrix, range]:
+        if not len(shared["left_out"]):  # without a list of rows they are read in long runs
+            return whole, which
+        some = Matrix(matrix, among_the_rest(shared["left_out"], which))
+        return _in_axes(some, shared), range(len(some))
+
+    if settings["kind"] == "moments":
+        for number in feed:
+            which = part_rows(number, n_parts=parts.n, n_rows=n_rows, block=block)
+            found = moments_of(*rows_of(which), block=block)
+            arrays = {"mean": found.mean, "scatter": found.scatter}
+            parts.write(number, arrays, {"n": found.n})
+        return
+    place = _named(settings["place"])
+    of_map = store.open(settings["fitted_to"]).rows(settings["layer"])[1]
+    fitted = Fitted(
+        _in_axes(Matrix(of_map, shared.get("fitted")), shared, "fitted_"),
+        shared["coords"],
+        settings["parameters"],
+        {
+            name.removeprefix("state/"): array
+            for name, array in shared.items()
+            if name.startswith("state/")
+        },
+    )
+    for number in feed:
+        rows, which = rows_of(range(number * block, min((number + 1) * block, n_rows)))
+        coords = placed_block(rows[which.start : which.stop], place, fitted)
+        parts.write(number, {"coords": np.asarray(coords, np.float64)}, {})
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.stem}.{kind}")
+
+
+def _along(rows: Matrix, prefix: str = "") -> dict[str, Array]:
+    """The coordinates that rows are given in, as arrays."""
+    if rows.mean is None or rows.axes is None:
+        return {}
+    return {f"{prefix}mean": rows.mean, f"{prefix}axes": rows.axes}
+
+
+def _in_axes(rows: Matrix, shared: Mapping[str, Array], prefix: str = "") -> Matrix:
+    if f"{prefix}axes" not in shared:
+        return rows
+    return rows.along(mean=shared[f"{prefix}mean"], axes=shared[f"{prefix}axes"])
+
+
+def _require_use(engine: Engine, job: _Job) -> None:
+    """Refuse an engine that would have nothing to do, or cannot be told what.
+
+    Raises:
+        ConfigError: That is so.
+    """
+    if job.place is None and not job.reduces:
+        raise ConfigError(
+            f"engine has no use here: {job.name} is fitted to all rows at once, by this process; "
+            "leave it out, or place most rows in the map of some: landmarks=N"
+        )
+    if job.place is not None:
+        _name_of(job.place)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """The name by which another process finds a function."""
+    module, name = function.__module__, function.__qualname__
+    if module == "__main__" or _found(sys.modules.get(module), name) is not function:
+        raise ConfigError(
+            f"engine: other processes cannot import {name}, which places rows; put it on the top "
+            "level of a module of its own"
+        )
+    return f"{module}:{name}"
+
+
+def _named(name: str) -> Callable[..., Any]:
+    module, _, inner = name.partition(":")
+    return _found(importlib.import_module(module), inner)  # type: ignore[no-any-return]
+
+
+def _found(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
 
 
 # --------------------------------------------------------------------------- beside other maps
@@ -479,20 +714,30 @@ def _placing(opened: Embeddings, source: Projection) -> _Job:
     _, at, rows = _usable(opened, layer)
     settings = {"method": name, "layer": layer, "transform_from": source.attrs["id"]}
 
-    def make() -> _Made:
+    def make(work: Work) -> _Made:
         try:
-            whole = _placed_in(source, parent, layer, rows, place)
+            whole = _placed_in(source, parent, layer, rows, place, work)
         except DataError as error:
             raise DataError(f"transform_from={source.path} takes no rows: {error}") from None
         used = {key: source.attrs[key] for key in values if key in source.attrs}
         used["transform_from"] = source.attrs["id"]
         return _Made(whole, used, {}, metric_of(values), None)
 
-    return _Job(name, layer, settings, at, rows, make, _content(source))
+    return _Job(
+        name,
+        layer,
+        settings,
+        at,
+        rows,
+        make,
+        place=place,
+        fitted_to=parent,
+        beside=_content(source),
+    )
 
 
 def _placed_in(
-    source: Projection, parent: Embeddings, layer: str, rows: Matrix, place: Place
+    source: Projection, parent: Embeddings, layer: str, rows: Matrix, place: Place, work: Work
 ) -> Array:
     """Where rows go in a map that a file holds.
 
@@ -530,7 +775,7 @@ def _placed_in(
             "mean": state_array(state, "pre_mean", (d,)).astype(np.float32),
         }
         fitted, rows = fitted.along(**along), rows.along(**along)
-    return _placed(rows, place, Fitted(fitted, coords, source.attrs, state)) @ turn + shift
+    return work.placed(rows, place, Fitted(fitted, coords, source.attrs, state)) @ turn + shift
 
 
 def _parent_of(source: Projection) -> Embeddings:

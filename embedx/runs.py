@@ -4,13 +4,9 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -40,7 +36,15 @@ from embedx.inputs import (
     started,
     workers_said,
 )
-from embedx.parts import Engine, Feed, append_parts, part_rows
+from embedx.parts import (
+    Engine,
+    Feed,
+    Stop,
+    append_parts,
+    have_made,
+    part_rows,
+    stop_on_signal,
+)
 from embedx.pictures import whole_pictures
 from embedx.progress import Progress
 from embedx.sources import Shards, Source
@@ -49,46 +53,13 @@ from embedx.store import MADE_BY_FIRST, Embeddings, Field, PartKind, Parts, Part
 log = logging.getLogger("embedx")
 
 
-@dataclasses.dataclass
-class _Stop:
-    number: int = 0
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.number).name
-
-
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[_Stop]:
-    """SIGINT and SIGTERM ask the loop to stop after the batch at hand; a second one insists."""
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, _: FrameType | None) -> None:
-        if stop.number:
-            raise KeyboardInterrupt
-        stop.number = number
-        if number == signal.SIGINT:
-            # Written at once: a log line could meet the half of another.
-            os.write(2, b"\nstopping after this batch; Ctrl-C again stops at once\n")
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwrite: bool) -> None:
     """Fill ``path``, from the start or from where it was left."""
     replaced = _id_of(path)
     started = time.monotonic()
     if not overwrite:
         plan = with_poolings_of(plan, _begun_fields(store.partial_path(path)))
-    with _stop_on_signal() as stop, forward_of(plan) as forward:
+    with stop_on_signal() as stop, forward_of(plan) as forward:
         filled = _fill(plan, path, attrs, forward=forward, stop=stop, overwrite=overwrite)
         if isinstance(filled, str):
             raise DataError(
@@ -168,7 +139,7 @@ def _fill(
     attrs: Mapping[str, Any],
     *,
     forward: Callable[[Batch, Piece], Results],
-    stop: _Stop,
+    stop: Stop,
     overwrite: bool = False,
     fields: Sequence[Field] | None = None,
     title: str = "",
@@ -507,7 +478,7 @@ class _Made(PartsFound):
         scratch = store.parts_folder(self.path) / f"shard-{number}.tmp"
         with (
             self._cuts.open(number, scratch=scratch, most=most) as plan,
-            _stop_on_signal() as stop,
+            stop_on_signal() as stop,
         ):
             notes_of = (
                 plan.source if self._cuts.unit == "shard" and number not in self.late else None
@@ -621,30 +592,14 @@ def _run_elsewhere(
     is_known = isinstance(cuts, _RowCuts)  # how many rows there are
     readers: dict[int, store.PartReader] = {}
     counted: dict[int, int] = {}
-    looked = time.monotonic()
-    silent = _Silent(engine.silent_after_s)
-    with (
-        _stop_on_signal() as stop,
-        Progress(
-            len(plan.source) if is_known else cuts.n,
-            what="extract",
-            done=sum(made.sizes.values()) if is_known else len(made.sizes),
-            unit=_unit(plan) if is_known else "shards",
-        ) as progress,
-    ):
+    with Progress(
+        len(plan.source) if is_known else cuts.n,
+        what="extract",
+        done=sum(made.sizes.values()) if is_known else len(made.sizes),
+        unit=_unit(plan) if is_known else "shards",
+    ) as progress:
 
-        def tick(running: Mapping[int, str]) -> None:
-            nonlocal looked
-            if stop.number:
-                raise Interrupted(
-                    f"stopped by {stop.name}: {len(made.sizes):,} of "
-                    f"{number_of(cuts.n, cuts.unit, cuts.unit + 's')} and what others have so far "
-                    "are kept; run the same command again to go on",
-                    signal_number=stop.number,
-                )
-            if time.monotonic() - looked < _LOOK_S:
-                return
-            looked = time.monotonic()
+        def look(running: Iterable[int]) -> dict[int, int]:
             for number in running:
                 reader = readers.setdefault(number, store.PartReader(store.part_path(path, number)))
                 with contextlib.suppress(StoreError):  # it is being renamed; or told when it ends
@@ -653,92 +608,30 @@ def _run_elsewhere(
                         counted[number] = counted.get(number, 0) + more
                         if is_known:
                             progress.advance(more)
-            rows = {number: counted.get(number, 0) for number in running} or {_NOBODY: 0}
-            for number, seconds in silent.look(rows).items():
-                _say_silent(made, number, seconds, rows=rows[number], who=running.get(number, ""))
+            return {number: counted.get(number, 0) for number in running}
 
-        def ended(number: int) -> None:
+        def ended(number: int) -> bool:
             readers.pop(number, None)
             before = counted.pop(number, 0)
-            if made.add(number):  # else it has no good row
+            is_there = made.add(number)  # else it has no good row
+            if is_there:
                 progress.advance(made.sizes[number] - before if is_known else 1)
+            return is_there
 
-        failed = engine.run(
+        have_made(
+            engine,
             missing,
+            n=cuts.n,
+            title=made.title,
             about={
                 "n_parts": cuts.n,
                 "file_id": str(made.attrs["id"]),
                 "identity": json.loads(made.attrs["identity"]),
             },
             ended=ended,
-            tick=tick,
+            look=look,
+            unit=cuts.unit,
         )
-    if failed:
-        number, *others = sorted(failed)
-        error = DataError(
-            f"{made.title(number)} failed: {failed[number]}; {len(made.sizes):,} of {cuts.n:,} are "
-            f"made and kept, run the same command again to try {len(failed):,} again"
-        )
-        if others:
-            error.add_note("\n".join(f"{made.title(one)}: {failed[one]}" for one in others))
-        raise error
-
-
-_LOOK_S = 0.5
-_NOBODY = -1  # in the place of a part's number, where none is under way
-
-
-class _Silent:
-    """Which parts have had no new row for long: each is told once, and again at doubling times.
-
-    Args:
-        after_s: How long the first time is.
-        clock: Seconds.
-    """
-
-    def __init__(self, after_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._after_s = after_s
-        self._clock = clock
-        self._seen: dict[int, tuple[int, float, float]] = {}  # rows, since when, told after
-
-    def look(self, rows: Mapping[int, int]) -> dict[int, float]:
-        """For how many seconds parts have had none, of which it is to be told now.
-
-        Args:
-            rows: How many each of the parts under way has.
-        """
-        now = self._clock()
-        told: dict[int, float] = {}
-        seen = self._seen
-        self._seen = {}
-        for number, n in rows.items():
-            before, since, after = seen.get(number, (-1, now, self._after_s))
-            if n != before:
-                since, after = now, self._after_s
-            elif now - since >= after:
-                told[number] = now - since
-                after = 2 * told[number]
-            self._seen[number] = n, since, after
-        return told
-
-
-def _say_silent(made: PartsFound, number: int, seconds: float, *, rows: int, who: str) -> None:
-    long = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    if number == _NOBODY:
-        log.warning(
-            "no worker has begun a part for %s: they wait for a place, as there is none on the "
-            "cluster; Ctrl-C ends this, and what is made is kept",
-            long,
-        )
-        return
-    log.warning(
-        "%s has had no new row for %s (%s so far), in %s: it may be slow, and is waited for; if it "
-        "hangs, kill -9 that process, and the part is tried again",
-        made.title(number),
-        long,
-        f"{rows:,}",
-        who,
-    )
 
 
 def run_part(

@@ -66,6 +66,7 @@ PROJECTION_FORMAT = "embedx-projection"
 FINDINGS_FORMAT = "embedx-findings"
 NEIGHBORS_FORMAT = "embedx-neighbors"
 MAPS_FORMAT = "embedx-maps"
+PART_FORMAT = "embedx-part"  # until all parts are joined
 FORMAT_VERSION = 1
 EMBEDDINGS_NAME = "embeddings.h5"
 MAPS_NAME = "maps.h5"
@@ -729,6 +730,10 @@ def remove_derived(folder: Path, file_id: str) -> None:
         with contextlib.suppress(StoreError):
             if open_projection(file).attrs["parent"] == file_id:
                 remove(file)
+    for parts in sorted((folder / "projections").glob("*.parts")):  # of a map that was not ended
+        if (parts / _PARTS_MARK).is_file():
+            shutil.rmtree(parts, ignore_errors=True)
+            removed.append(parts.name)
     for file in sorted(folder.glob("neighbors-*.h5")):
         with contextlib.suppress(StoreError):
             if read_arrays(file, format=NEIGHBORS_FORMAT)[0]["parent"] == file_id:
@@ -1446,6 +1451,7 @@ class _Skeleton:
             PROJECTION_FORMAT: {"id", "parent", "method", "layer"},
             NEIGHBORS_FORMAT: {"parent"},
             MAPS_FORMAT: {"id", "method", "model"},
+            PART_FORMAT: {"id"},
         }[expected_format]
         if missing := needed - attrs.keys():
             raise self._foreign(f"the attribute {min(missing)!r} is missing")
@@ -2072,19 +2078,33 @@ class PartsFound:
                     f"{was.attrs.get('pooling')} in {one}, as the first rows of each meant "
                     "pooling=auto; name the one that is meant"
                 )
-        was, now = (_environment(one) for one in (self.common, made_by))
-        if was != now and not self._is_said:
+        words = other_environment(one, other, self.common, made_by)
+        if words and not self._is_said:
             self._is_said = True
-            keys = [key for key in was | now if was.get(key) != now.get(key)]
-            log.warning(
-                "%s and %s were made with another %s (%s and %s): the rows agree within rounding, "
-                "and the file says the one of the first part",
-                one,
-                other,
-                ", ".join(keys),
-                ", ".join(str(was.get(key)) for key in keys),
-                ", ".join(str(now.get(key)) for key in keys),
-            )
+            log.warning("%s", words)
+
+
+def other_environment(
+    one: str, other: str, made_by: Mapping[str, Any], now_by: Mapping[str, Any]
+) -> str:
+    """That two parts were made in environments that differ, in words; empty where they do not.
+
+    Args:
+        one: What the first part is called.
+        other: What the other is called.
+        made_by: Root attributes of the first.
+        now_by: Those of the other.
+    """
+    was, now = _environment(made_by), _environment(now_by)
+    if was == now:
+        return ""
+    keys = [key for key in was | now if was.get(key) != now.get(key)]
+    return (
+        f"{one} and {other} were made with another {', '.join(keys)} "
+        f"({', '.join(str(was.get(key)) for key in keys)} and "
+        f"{', '.join(str(now.get(key)) for key in keys)}): the rows agree within rounding, and the "
+        "file says the one of the first part"
+    )
 
 
 def _environment(attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -2351,6 +2371,8 @@ def read_arrays(
         StoreError: It is not there, damaged, of another format, or has no such array.
     """
     with _reading(path), _Skeleton(path) as skeleton:
+        if format == PART_FORMAT and not skeleton.is_as_laid_out:  # its checksum is torn off
+            raise skeleton._foreign("its end is missing")
         return skeleton.attrs(format), {name: np.array(skeleton.map(name)) for name in names}
 
 

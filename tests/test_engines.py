@@ -20,9 +20,9 @@ import pytest
 from torch import nn
 
 import embedx
-from embedx import engines, parts, runs, store
-from embedx.engines import Task
+from embedx import engines, parts, store
 from embedx.errors import ConfigError, DataError, DependencyError
+from embedx.parts import Task
 from tests.conftest import EXHAUSTIVE, ROOT, Run, sha256
 from tests.test_tar_data import extract as extract_shards
 from tests.test_tar_data import shards, webdataset
@@ -38,9 +38,9 @@ from embedx.errors import ConfigError, DataError
 
 def make(settings, feed):
     Path(f"worker-{os.getpid()}").write_text(os.environ["OMP_NUM_THREADS"])
-    assert feed.file_id == "whole" and feed.identity == {"rows": 3}
+    assert feed.about == {"rows": 3}
     logging.getLogger("embedx").warning("said before the first part")
-    while (part := feed.next()) is not None:
+    for part in feed:
         print("of my own")
         logging.getLogger("embedx").warning("a warning of every part")
         begun = Path(f"begun-{part}")
@@ -110,9 +110,8 @@ def run_light(
     """Parts in the order in which they ended, and why others failed."""
     pool = engines.processes(**{"workers": 2, **given})
     pool.task = Task("light:make", settings or {}, "cpu")
-    about = {"n_parts": n_parts, "file_id": "whole", "identity": {"rows": 3}}
     ended: list[int] = []
-    failed = pool.run(range(n_parts), about=about, ended=ended.append, tick=tick)
+    failed = pool.run(range(n_parts), about={"rows": 3}, ended=ended.append, tick=tick)
     return ended, failed
 
 
@@ -354,7 +353,7 @@ def test_workers_that_are_killed_or_out_of_disk_and_a_driver_that_is_stopped_los
 
 def test_a_part_without_a_new_row_is_told_once_and_again_at_doubling_times() -> None:
     now = 0.0
-    silent = runs._Silent(10, clock=lambda: now)
+    silent = parts._Silent(10, clock=lambda: now)
     told: list[tuple[float, dict[int, float]]] = []
     for second in range(200):
         now = float(second)
@@ -403,10 +402,10 @@ def test_a_worker_that_hangs_is_told_by_the_driver_and_is_not_ended(
         seconds[0] = float(next(now))
         return plain(self, rows)
 
-    plain = runs._Silent.look
-    monkeypatch.setattr(runs, "_LOOK_S", 0)
-    monkeypatch.setattr(runs._Silent, "look", look)
-    monkeypatch.setattr(runs._Silent.__init__, "__kwdefaults__", {"clock": clock})
+    plain = parts._Silent.look
+    monkeypatch.setattr(parts, "_LOOK_S", 0)
+    monkeypatch.setattr(parts._Silent, "look", look)
+    monkeypatch.setattr(parts._Silent.__init__, "__kwdefaults__", {"clock": clock})
     data = webdataset(str(shards(tmp_path / "set", 5, 4)))
 
     def extract(given: Any) -> None:

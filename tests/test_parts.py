@@ -653,11 +653,8 @@ def test_parts_killed_in_the_middle_go_on_where_they_were(tmp_path: Path) -> Non
 class Asking(Feed):
     """It asks for the parts of a run that another machine has other words for."""
 
-    n_parts = 3
-    file_id = "other"
-
     def __init__(self, identity: dict[str, Any]) -> None:
-        self.identity = identity
+        self.about = {"file_id": "other", "identity": identity}
         self.n_asked = 0
 
     def next(self) -> int | None:
@@ -674,6 +671,6 @@ def test_a_worker_that_would_make_other_rows_says_what_differs(tmp_path: Path) -
         extract(tmp_path / "run", n_parts=3, engine=feed)
     assert feed.n_asked == 0
     assert not (tmp_path / "run").exists()
-    feed.file_id = store.open(tmp_path / "whole").attrs["id"]
+    feed.about["file_id"] = store.open(tmp_path / "whole").attrs["id"]
     assert extract(tmp_path / "run", n_parts=3, engine=feed).n_rows == 12
     assert feed.n_asked == 2
