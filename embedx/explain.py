@@ -45,7 +45,7 @@ from embedx.inputs import (
 )
 from embedx.models import Model, Preprocess
 from embedx.objectives import class_of_label, numbered, read_classes
-from embedx.parts import ArrayParts, Engine, Feed
+from embedx.parts import AGAIN, ArrayParts, Engine, Feed
 from embedx.passes import run_model, undisturbed
 from embedx.pictures import whole_pictures
 from embedx.points import Point, parse_point, resolve_points
@@ -327,7 +327,8 @@ def explain(
             making = _made_here(plan, new)
         else:
             asked = {"file_id": file_id, "identity": identity}
-            making = _made_elsewhere(plan, engine, folder, new, asked)
+            again = None if overwrite else AGAIN
+            making = _made_elsewhere(plan, engine, folder, new, asked, again=again)
         parts = stack.enter_context(contextlib.closing(making))  # the network is put back at once
         if method == "feature_maps":
             n_failed = _draw_layers(plan, parts, new)
@@ -732,7 +733,13 @@ def _remove_parts(folder: Path) -> None:
 
 
 def _made_elsewhere(
-    plan: _Plan, engine: Engine, folder: Path, new: Path, asked: dict[str, Any]
+    plan: _Plan,
+    engine: Engine,
+    folder: Path,
+    new: Path,
+    asked: dict[str, Any],
+    *,
+    again: str | None,
 ) -> Generator[_Part]:
     """The parts in their order, by an engine; they stay beside the folder until it is whole."""
     kinds = _KINDS if plan.channels == "active" and plan.method == "feature_maps" else _KINDS[1:]
@@ -740,7 +747,7 @@ def _made_elsewhere(
         asked = {**asked, "kind": kind}
         parts = _array_parts(plan, folder, asked, kind)
         parts.begin()
-        parts.make(engine, about=asked, what=kind)
+        parts.make(engine, about=asked, what=kind, again=again)
         if kind == "activity":
             found = (parts.read(number)[0] for number in range(parts.n))
             asked["activity"] = {name: total.tolist() for name, total in _summed(found).items()}

@@ -222,7 +222,8 @@ def extract(
         engine.require_same(file_id, identity)
     elif not overwrite:
         partial = store.partial_path(path)
-        if path.exists() and not _is_begun(partial, identity):
+        replaces = store.parts_id(path) == file_id and store.parts_replace(path)
+        if path.exists() and not replaces and not _is_begun(partial, identity):
             _refuse_another(path, identity, source)
             log.info("%s is complete already with these settings: nothing to do", path)
             say_failed(path, int((store.open(path).status == Status.FAILED).sum()))

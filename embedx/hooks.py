@@ -585,6 +585,12 @@ def _is_own_copy(value: Tensor, into: str | None) -> bool:
     return into is not None and getattr(value, "_embedx_into", None) == into
 
 
+def _works_in_place(module: nn.Module) -> bool:
+    """Whether it says so, and does: dropout changes nothing in eval mode."""
+    is_idle = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+    return getattr(module, "inplace", False) is True and not is_idle
+
+
 def _is_inner_call(module: nn.Module) -> bool:
     """Whether a module that is being called was called by its own forward, as one that averages
     several views of its input does.
@@ -874,7 +880,7 @@ class Intervention:
                 if point.is_at_input and fires(point, number=number):
                     value = tensor_at(point, argument_at(point, called, args, kwargs))
                     changed = self._changed(point, value, is_shared=True)
-                    if getattr(called, "inplace", False) is True and not point.is_gradient:
+                    if _works_in_place(called) and not point.is_gradient:
                         # What it does, all are to see that hold the tensor itself.
                         changed = value.copy_(changed)
                     args, kwargs = with_tensor_at(point, called, args, kwargs, changed)

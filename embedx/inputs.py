@@ -561,14 +561,17 @@ class Batches(torch.utils.data.Dataset[Batch]):
         """
         own = [as_array(item[0] if isinstance(item, (tuple, list)) else item) for item in items]
         slots = as_array(inputs)
-        given = [one for one in own if one is not None]
-        if slots is None or len(given) < len(own) or any(g.shape != slots.shape[1:] for g in given):
+        if slots is None:
             return
-        is_same = [np.array_equal(one, slot) for one, slot in zip(given, slots, strict=True)]
-        if all(is_same) or not any(is_same):
+
+        def is_in(slot: Array, one: Array | None) -> bool:
+            return one is not None and one.shape == slot.shape and np.array_equal(one, slot)
+
+        others = [i for i, slot in enumerate(slots) if not is_in(slot, own[i])]
+        if len(others) == len(own):  # then the samples are not stacked as they are
             return
-        for i in np.flatnonzero(~np.array(is_same)).tolist():
-            j = next((j for j, one in enumerate(given) if np.array_equal(one, slots[i])), None)
+        for i in others:
+            j = next((j for j, one in enumerate(own) if is_in(slots[i], one)), None)
             if j is not None:
                 raise ConfigError(
                     f"the collate_fn of the DataLoader gives row {start + j} in the place of row "

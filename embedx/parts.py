@@ -30,6 +30,7 @@ from embedx.store import Array, Embeddings, Writer
 
 log = logging.getLogger("embedx")
 
+AGAIN = "run the same command again"
 _BLOCK_BYTES = 2**24
 
 
@@ -200,6 +201,7 @@ def have_made(
     ended: Callable[[int], bool],
     look: Callable[[Iterable[int]], Mapping[int, int]] = lambda running: dict.fromkeys(running, 0),
     unit: str = "part",
+    again: str | None = AGAIN,
 ) -> None:
     """Have the missing parts of a whole made by an engine, and say which of them stand still.
 
@@ -212,6 +214,7 @@ def have_made(
         ended: Called with each part whose process is done with it; whether it is there.
         look: Called now and then with the parts under way; how many rows each has so far.
         unit: What a part is.
+        again: How to go on, in words; None where that begins anew.
 
     Raises:
         DataError: Some could not be made; the others are.
@@ -225,9 +228,11 @@ def have_made(
         def tick(running: Mapping[int, str]) -> None:
             nonlocal looked
             if stop.number:
+                of = f"{n_made:,} of {number_of(n, unit, unit + 's')}"
+                kept = f"{of} and what others have so far are kept; {again} to go on"
                 raise Interrupted(
-                    f"stopped by {stop.name}: {n_made:,} of {number_of(n, unit, unit + 's')} and "
-                    "what others have so far are kept; run the same command again to go on",
+                    f"stopped by {stop.name}"
+                    + (f": {kept}" if again else "; the same command begins anew"),
                     signal_number=stop.number,
                 )
             if time.monotonic() - looked < _LOOK_S:
@@ -246,8 +251,12 @@ def have_made(
     if failed:
         number, *others = sorted(failed)
         error = DataError(
-            f"{title(number)} failed: {failed[number]}; {n_made:,} of {n:,} are "
-            f"made and kept, run the same command again to try {len(failed):,} again"
+            f"{title(number)} failed: {failed[number]}; "
+            + (
+                f"{n_made:,} of {n:,} are made and kept, {again} to try {len(failed):,} again"
+                if again
+                else f"{n_made:,} of {n:,} were made, and the same command begins anew"
+            )
         )
         if others:
             error.add_note("\n".join(f"{title(one)}: {failed[one]}" for one in others))
@@ -384,13 +393,16 @@ class ArrayParts:
                 "this path, and running again makes it anew"
             ) from error
 
-    def make(self, engine: Engine, *, about: dict[str, Any], what: str) -> None:
+    def make(
+        self, engine: Engine, *, about: dict[str, Any], what: str, again: str | None = AGAIN
+    ) -> None:
         """Have those made that are missing.
 
         Args:
             engine: By whom.
             about: What a process has to know beside its task.
             what: What is being done, one word.
+            again: How to go on, in words; None where that begins anew.
 
         Raises:
             DataError: Some could not be made; the others are.
@@ -411,7 +423,15 @@ class ArrayParts:
                 return True
 
             try:
-                have_made(engine, missing, n=self.n, title=self.title, about=about, ended=ended)
+                have_made(
+                    engine,
+                    missing,
+                    n=self.n,
+                    title=self.title,
+                    about=about,
+                    ended=ended,
+                    again=again,
+                )
             finally:
                 store.end_parts(self._path)
 

@@ -47,7 +47,7 @@ from embedx.methods import (
     why_not_placed,
 )
 from embedx.neighbors import Graph, Metric, layer_graph, metric_of
-from embedx.parts import ArrayParts, Engine, Feed, Task, part_rows
+from embedx.parts import AGAIN, ArrayParts, Engine, Feed, Task, part_rows
 from embedx.ready_made import Given
 from embedx.scores import SCORED_K, WHOLE_ROWS, map_quality
 from embedx.store import Embeddings, Projection
@@ -179,7 +179,8 @@ def project(
             stack.enter_context(writing_lock(path))
             if overwrite:  # from the start: parts may be of code that has changed unseen
                 _Elsewhere.remove(path)
-            made = job.make(_Elsewhere(engine, path, opened, job))
+            again = None if overwrite else AGAIN
+            made = job.make(_Elsewhere(engine, path, opened, job, again=again))
     with np.errstate(over="ignore"):  # what float32 cannot hold is not placed
         placed_at = made.coords.astype(np.float32)
     placed = np.isfinite(placed_at).all(axis=1)
@@ -456,10 +457,14 @@ class _Elsewhere(Work):
         path: The map to be.
         opened: Whose rows take part.
         job: What is made.
+        again: How to go on, in words; None where that begins anew.
     """
 
-    def __init__(self, engine: Engine, path: Path, opened: Embeddings, job: _Job) -> None:
+    def __init__(
+        self, engine: Engine, path: Path, opened: Embeddings, job: _Job, *, again: str | None
+    ) -> None:
         self._engine = engine
+        self._again = again
         self._path = path
         self._settings = {
             "embeddings": str(opened.path.resolve()),
@@ -520,7 +525,7 @@ class _Elsewhere(Work):
         parts.begin(shared)
         asked["path"] = str(self._path.resolve())
         self._engine.task = Task(f"{__name__}:make_parts", {**self._settings, **asked}, "cpu")
-        parts.make(self._engine, about={}, what=kind)
+        parts.make(self._engine, about={}, what=kind, again=self._again)
         return parts
 
 

@@ -37,6 +37,7 @@ from embedx.inputs import (
     workers_said,
 )
 from embedx.parts import (
+    AGAIN,
     Engine,
     Feed,
     Stop,
@@ -53,6 +54,11 @@ from embedx.store import MADE_BY_FIRST, Embeddings, Field, PartKind, Parts, Part
 log = logging.getLogger("embedx")
 
 
+def _again(*, overwrite: bool) -> str:
+    """How to go on: with ``overwrite`` a run begins anew, each time."""
+    return f"{AGAIN}, but without overwrite=true," if overwrite else AGAIN
+
+
 def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwrite: bool) -> None:
     """Fill ``path``, from the start or from where it was left."""
     replaced = _id_of(path)
@@ -60,7 +66,15 @@ def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwr
     if not overwrite:
         plan = with_poolings_of(plan, _begun_fields(store.partial_path(path)))
     with stop_on_signal() as stop, forward_of(plan) as forward:
-        filled = _fill(plan, path, attrs, forward=forward, stop=stop, overwrite=overwrite)
+        filled = _fill(
+            plan,
+            path,
+            attrs,
+            forward=forward,
+            stop=stop,
+            overwrite=overwrite,
+            again=_again(overwrite=overwrite),
+        )
         if isinstance(filled, str):
             raise DataError(
                 f"every one of the {len(plan.source):,} rows failed; the first, {filled}"
@@ -143,6 +157,7 @@ def _fill(
     overwrite: bool = False,
     fields: Sequence[Field] | None = None,
     title: str = "",
+    again: str = AGAIN,
 ) -> _Filled | str:
     """Write all rows that ``path`` does not have yet, and leave it to be finished.
 
@@ -155,6 +170,7 @@ def _fill(
         overwrite: Whether the file takes the place of another.
         fields: Of the file; those of the first good batch where not given.
         title: Which part of a whole it is, in words.
+        again: How to go on, in words.
 
     Returns:
         The writer, which has the lock; where no row is good and ``fields`` are not given, the id of
@@ -255,10 +271,9 @@ def _fill(
                 if writer is not None:
                     writer.commit()
                 kept = writer.rows_done if writer is not None else 0
-                anew = ", but without overwrite=true," if overwrite else ""
                 raise Interrupted(
                     f"stopped by {stop.name}: {kept:,} of {n_rows:,} rows{of} "
-                    f"are kept; run the same command again{anew} to go on",
+                    f"are kept; {again} to go on",
                     signal_number=stop.number,
                 )
         if writer is None:
@@ -435,10 +450,14 @@ class _Made(PartsFound):
             such row, and why.
         n_new: Rows made by this process.
         fields: What is stored of a row; None as long as no part says it.
+        again: How to go on, in words.
     """
 
-    def __init__(self, cuts: Cuts, path: Path, attrs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, cuts: Cuts, path: Path, attrs: Mapping[str, Any], *, again: str = AGAIN
+    ) -> None:
         super().__init__(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
+        self.again = again
         self.late: dict[int, str] = {}
         self.n_new = 0
         self._cuts = cuts
@@ -508,6 +527,7 @@ class _Made(PartsFound):
                 stop=stop,
                 fields=fields,
                 title=title,
+                again=self.again,
             )
             if isinstance(filled, str):
                 self.late[number] = filled
@@ -517,7 +537,7 @@ class _Made(PartsFound):
             self.n_new += n_rows
             if stop.number:
                 raise Interrupted(
-                    f"stopped by {stop.name} after {title}; run the same command again to go on",
+                    f"stopped by {stop.name} after {title}; {self.again} to go on",
                     signal_number=stop.number,
                 )
         self.late.pop(number, None)
@@ -536,7 +556,7 @@ def run_parts(
 ) -> None:
     """Fill ``path`` from parts, of which those are made that are missing."""
     started = time.monotonic()
-    made = _Made(cuts, path, attrs)
+    made = _Made(cuts, path, attrs, again=_again(overwrite=overwrite))
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_if_empty, path.parent)
         stack.enter_context(writing_lock(path))
@@ -544,7 +564,7 @@ def run_parts(
             if not path.exists() and (was := store.parts_id(path)) is not None:
                 store.remove_derived(path.parent, was)  # of the parts: they were read as one
             store.remove_parts(path)
-        store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
+        store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit, replaces=overwrite)
         stack.callback(store.end_parts, path)
         missing = [number for number in range(cuts.n) if not made.add(number)]
         if made.sizes:
@@ -631,6 +651,7 @@ def _run_elsewhere(
             ended=ended,
             look=look,
             unit=cuts.unit,
+            again=made.again,
         )
 
 

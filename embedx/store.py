@@ -833,11 +833,12 @@ def _doomed_parts(path: Path) -> Path:
 
 
 _PARTS_MARK = "of.txt"
+_REPLACES = "replaces"
 _EMPTY_MARK = "empty.txt"
 PartKind = Literal["part", "shard"]
 
 
-def begin_parts(path: Path, *, of: str, n: int, kind: PartKind) -> None:
+def begin_parts(path: Path, *, of: str, n: int, kind: PartKind, replaces: bool = False) -> None:
     """Make the folder for the parts of an extraction, or go on with it.
 
     Several processes may begin the parts of one file at once.
@@ -847,6 +848,7 @@ def begin_parts(path: Path, *, of: str, n: int, kind: PartKind) -> None:
         of: Its id.
         n: How many parts there are.
         kind: ``part`` where they are ranges of rows that are known, else ``shard``.
+        replaces: Whether the file that is there is to be replaced, until all parts are made.
 
     Raises:
         StoreError: Parts of another run are there, or the disk refused.
@@ -857,8 +859,9 @@ def begin_parts(path: Path, *, of: str, n: int, kind: PartKind) -> None:
             require_no_parts(path, of=of, n=n)
             if parts_id(path) not in (None, of):  # of a run that was killed before its first row
                 remove_parts(path)
-            if _parts_mark(path)[:3] != [of, str(n), kind]:
-                mark = f"{of}\n{n}\n{kind}\n"
+            replaces = replaces or parts_replace(path)
+            if _parts_mark(path)[:3] != [of, str(n), kind] or replaces != parts_replace(path):
+                mark = f"{of}\n{n}\n{kind}\n" + f"{_REPLACES}\n" * replaces
                 replace_file(parts_folder(path) / _PARTS_MARK, mark.encode())
     except OSError as error:
         raise disk_error(error, path, None) from error
@@ -884,6 +887,11 @@ def parts_number(path: Path) -> int | None:
     """How many parts there are to be; None where there are none, or it is not known."""
     marked = _parts_mark(path)
     return int(marked[1]) if len(marked) > 1 and marked[1].isdecimal() else None
+
+
+def parts_replace(path: Path) -> bool:
+    """Whether the parts that lie there are to replace a file that is there."""
+    return _REPLACES in _parts_mark(path)[3:]
 
 
 def _parts_mark(path: Path) -> list[str]:

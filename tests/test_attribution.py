@@ -1190,7 +1190,7 @@ class Gaps(Dataset[Any]):
 
 def filled_up(batch: list[Any]) -> Tensor:
     """Leaves out what is None or NaN, and keeps the size of the batch: an idiom of many loaders."""
-    good = [one for one in batch if one is not None and not one.isnan().any()]
+    good = [one for one in batch if one is not None and len(one) == 6 and not one.isnan().any()]
     return torch.stack([*good, *[good[-1]] * (len(batch) - len(good))])
 
 
@@ -1216,8 +1216,11 @@ def test_an_item_that_begins_with_none_is_none(gap: Any, tmp_path: Path) -> None
     assert np.flatnonzero(run.status == store.Status.FAILED).tolist() == [7]
 
 
-def test_a_sample_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
-    data = Gaps(10, gap=lambda x: x * torch.nan)  # none of those that are looked at before
+@pytest.mark.parametrize("gap", [lambda x: x * torch.nan, lambda x: x[:0], lambda x: x[:3]])
+def test_a_sample_in_the_place_of_another_is_refused(
+    gap: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    data = Gaps(10, gap=gap)  # none of those that are looked at before
     loader = DataLoader(data, batch_size=8, collate_fn=filled_up)
     with pytest.raises(ConfigError, match=r"gives row 11 in the place of row 10"):
         embedx.extract(linear(6, 5, 3), loader, layers="0", out=tmp_path)

@@ -581,3 +581,23 @@ def test_which_layer_an_ablation_at_penultimate_means_is_part_of_the_run(tmp_pat
         assert near(torch.tensor(run.embeddings["4"][:]), wanted)
     with pytest.raises(StoreError, match="ablate is"):
         embedx.extract(model, x, layers="4", ablate=ablate, out=tmp_path / "4")
+
+
+def test_what_enters_a_dropout_that_works_in_place_is_changed_for_it_alone() -> None:
+    class Beside(nn.Module):
+        def __init__(self, inplace: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.mlp = nn.Linear(6, 8), nn.Linear(8, 8)
+            self.drop = nn.Dropout(0.5, inplace=inplace)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.a(x)
+            return h + self.mlp(self.drop(h))
+
+    found = []
+    for inplace in (False, True):
+        model = Beside(inplace).eval()
+        with torch.no_grad(), embedx.intervene(model, {"drop:input": torch.zeros_like}):
+            found.append(model(torch.ones(2, 6)))
+    assert torch.equal(*found)

@@ -1,5 +1,6 @@
 """Parts of a run: whatever is cut, in whatever order it is made, the file is that of one go."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import embedx
 from embedx import inputs, models, runs, store
 from embedx.disk import writing_lock
-from embedx.errors import ConfigError, DataError, InUseError, ShapeError, StoreError
+from embedx.errors import ConfigError, DataError, Interrupted, InUseError, ShapeError, StoreError
 from embedx.inputs import WINDOW_BATCHES
 from embedx.models import Preprocess
 from embedx.parts import Feed, part_rows
@@ -674,3 +676,71 @@ def test_a_worker_that_would_make_other_rows_says_what_differs(tmp_path: Path) -
     feed.about["file_id"] = store.open(tmp_path / "whole").attrs["id"]
     assert extract(tmp_path / "run", n_parts=3, engine=feed).n_rows == 12
     assert feed.n_asked == 2
+
+
+class Flaky(Dataset[Any]):
+    """Items of which one cannot be read for a while; it is none of those that are looked at."""
+
+    is_away = False
+
+    def __init__(self) -> None:
+        self.x = torch.tensor(array())
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Tensor:
+        if self.is_away and i == 21:
+            raise OSError("away")
+        return self.x[i]
+
+
+@contextlib.contextmanager
+def stopped_after(batches: int) -> Iterator[None]:
+    """SIGTERM when so many batches are written."""
+    append, n = store.Writer.append, 0
+
+    def stop(self: store.Writer, *args: Any, **kwargs: Any) -> None:
+        nonlocal n
+        append(self, *args, **kwargs)
+        n += 1
+        if n == batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.Writer, "append", stop)
+        yield
+
+
+@pytest.mark.parametrize("old", ["of failed rows", "of other settings"])
+def test_a_stopped_run_that_overwrites_goes_on_and_the_old_file_is_not_taken_for_it(
+    old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(out: Path, **given: Any) -> Embeddings:
+        torch.manual_seed(0)
+        return embedx.extract(Net(), Flaky(), layers="last", batch_size=4, out=out, **given)
+
+    whole = run(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Flaky, "is_away", old == "of failed rows")
+        replaced = run(tmp_path / "run", normalize=old == "of other settings")
+    assert (replaced.status == store.Status.FAILED).any() == (old == "of failed rows")
+    before = sha256(replaced.path)
+    with (
+        stopped_after(6),
+        pytest.raises(Interrupted, match="are kept; run the same command again, but without over"),
+    ):
+        run(tmp_path / "run", n_parts=3, overwrite=True)
+    assert sha256(replaced.path) == before
+    made: list[int] = []
+    fill = runs._fill
+
+    def counted(plan: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(plan.rows.start)
+        return fill(plan, *args, **kwargs)
+
+    monkeypatch.setattr(runs, "_fill", counted)
+    found = run(tmp_path / "run", n_parts=3)
+    assert made == [12, 28]  # the first part was kept
+    assert found.path.read_bytes() == whole.path.read_bytes()
+    assert not store.parts_folder(found.path).exists()
