@@ -46,7 +46,7 @@ from embedx.inputs import (
 from embedx.models import Model, Preprocess
 from embedx.objectives import class_of_label, numbered, read_classes
 from embedx.parts import AGAIN, ArrayParts, Engine, Feed
-from embedx.passes import run_model, undisturbed
+from embedx.passes import on_device, run_model, undisturbed
 from embedx.pictures import whole_pictures
 from embedx.points import Point, parse_point, resolve_points
 from embedx.progress import Progress
@@ -227,10 +227,9 @@ def explain(
             f"rows of {source.name} come shard by shard and cannot be chosen; unpack some into a "
             "folder: data=folder data.root=FOLDER"
         )
-    for note in (*described.notes, *source.warnings):
+    for note in described.notes:
         log.warning(note)
-    for note in source.notes:
-        log.info(note)
+    source.tell()
     chosen = _chosen_rows(source, ids=ids, rows=rows, limit=limit)
     if isinstance(engine, Engine):  # the network runs elsewhere, where another device may be
         torch_device = torch.device("cpu")
@@ -616,10 +615,7 @@ def _running(plan: _Plan) -> Iterator[Enter]:
     module = plan.model.module
     is_known = fold.is_known(module)
     with contextlib.ExitStack() as stack:
-        lies_on = next((p.device for p in module.parameters()), plan.device)
-        if lies_on != plan.device:
-            stack.callback(module.to, lies_on)
-            module.to(plan.device)
+        stack.enter_context(on_device(module, plan.device))
         stack.enter_context(undisturbed(module, device=plan.device))
         stack.enter_context(arithmetic("fp32"))
         stack.enter_context(saliency.ready(module))
@@ -1187,13 +1183,13 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
                 f"{plan.source.name} has no labels, so target=label says nothing; choose "
                 "target=predicted, or the number of a class"
             )
-        return _of_labels(plan, samples)
+        return _of_labels(samples)
     if isinstance(target, int):
         return np.full(m, target, np.int64)
     return np.array(target, np.int64)
 
 
-def _of_labels(plan: _Plan, samples: _Samples) -> Array:
+def _of_labels(samples: _Samples) -> Array:
     """The label of each sample; which class that is takes the scores to say."""
     assert samples.labels is not None
     targets = samples.labels.astype(np.int64)

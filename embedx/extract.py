@@ -152,10 +152,9 @@ def extract(
         raise ConfigError(
             f"{what} and the collate_fn of the DataLoader both make the inputs; leave one out"
         )
-    for note in (*described.notes, *source.warnings):
+    for note in described.notes:
         log.warning(note)
-    for note in source.notes:
-        log.info(note)
+    source.tell()
     if not isinstance(engine, Engine):
         torch_device = device_of(str(device), described, is_live=not isinstance(model, Model))
         if precision == "fp16" and torch_device.type == "cpu":
@@ -417,9 +416,9 @@ def _changes(present: Path, source: Source) -> str:
     return ", ".join(counted) or "the samples are in another order"
 
 
-def _few(names: Sequence[str], most: int = 3) -> str:
-    shown = [_short(name if name.isprintable() else ascii(name)) for name in names[:most]]
-    return ", ".join([*shown, *(["..."] if len(names) > most else [])])
+def _few(names: Sequence[str]) -> str:
+    shown = [_short(name if name.isprintable() else ascii(name)) for name in names[:3]]
+    return ", ".join([*shown, *(["..."] if len(names) > 3 else [])])
 
 
 def _short(value: Any) -> str:

@@ -35,7 +35,7 @@ from embedx.inputs import (
 )
 from embedx.models import Model
 from embedx.objectives import Backward, Objective, scores_of
-from embedx.passes import FAST_PATHS_OFF, differentiable, run_model, undisturbed
+from embedx.passes import FAST_PATHS_OFF, differentiable, on_device, run_model, undisturbed
 from embedx.points import Point
 from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
 from embedx.sources import Source
@@ -252,10 +252,7 @@ def forward_of(plan: Plan) -> Iterator[Callable[[Batch, Piece], Results]]:
     """
     module = plan.model.module
     with contextlib.ExitStack() as stack:
-        lies_on = next((p.device for p in module.parameters()), plan.device)
-        if lies_on != plan.device:
-            stack.callback(module.to, lies_on)
-            module.to(plan.device)
+        stack.enter_context(on_device(module, plan.device))
         stack.enter_context(undisturbed(module, device=plan.device))
         stack.enter_context(arithmetic(plan.precision))
         # Code of the user's own may keep something from layer to layer, run a layer again in

@@ -199,6 +199,19 @@ def _alone(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a model on a device, and then again where its first parameter was."""
+    lies_on = next((one.device for one in module.parameters()), device)
+    try:
+        if lies_on != device:
+            module.to(device)
+        yield
+    finally:
+        if lies_on != device:
+            module.to(lies_on)
+
+
+@contextlib.contextmanager
 def undisturbed(module: nn.Module, *, device: torch.device | None = None) -> Iterator[None]:
     """Run a model in eval mode, and leave its modes, buffers and the random state as they were.
 

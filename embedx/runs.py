@@ -499,13 +499,8 @@ class _Made(PartsFound):
             self._cuts.open(number, scratch=scratch, most=most) as plan,
             stop_on_signal() as stop,
         ):
-            notes_of = (
-                plan.source if self._cuts.unit == "shard" and number not in self.late else None
-            )
-            for warning in notes_of.warnings if notes_of else ():
-                log.warning(warning)
-            for note in notes_of.notes if notes_of else ():
-                log.info(note)
+            if self._cuts.unit == "shard" and number not in self.late:
+                plan.source.tell()
             self.sizes[number] = n_rows = len(plan.rows)
             if not n_rows:
                 store.note_empty_part(self.path, number)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import math
 import os
 import random
@@ -20,6 +21,8 @@ from PIL import Image
 from embedx.checks import require_exact, require_unmasked
 from embedx.errors import ConfigError, DataError, number_of
 from embedx.pictures import decode_file
+
+log = logging.getLogger("embedx")
 
 Array = npt.NDArray[Any]
 KINDS_SHOWN = 8
@@ -101,6 +104,10 @@ class Source:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def tell(self) -> None:
+        """Tell the user what was found."""
+        _tell(self.warnings, self.notes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
@@ -127,6 +134,17 @@ class Shards:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     root: Path | None = None
+
+    def tell(self) -> None:
+        """Tell the user what was found."""
+        _tell(self.warnings, self.notes)
+
+
+def _tell(warnings: Iterable[str], notes: Iterable[str]) -> None:
+    for warning in warnings:
+        log.warning("%s", warning)
+    for note in notes:
+        log.info("%s", note)
 
 
 def require_texts(ids: Any, what: str) -> None:
