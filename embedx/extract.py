@@ -222,15 +222,17 @@ def extract(
     elif not overwrite:
         partial = store.partial_path(path)
         replaces = store.parts_id(path) == file_id and store.parts_replace(path)
-        if path.exists() and not replaces and not _is_begun(partial, identity):
+        is_begun = _is_begun(partial, identity)
+        if path.exists() and not replaces and not is_begun:
             _refuse_another(path, identity, source)
             log.info("%s is complete already with these settings: nothing to do", path)
             say_failed(path, int((store.open(path).status == Status.FAILED).sum()))
             if store.parts_id(path) == file_id:  # killed when all was done but this
                 store.remove_parts(path)
             return store.open(path)
-        _refuse_other_parts(path, identity, source)
-        store.require_no_parts(path, of=file_id, n=0 if cuts is None else cuts.n)
+        if cuts is not None or not is_begun:  # else it goes on, and replaces what parts are there
+            _refuse_other_parts(path, identity, source)
+            store.require_no_parts(path, of=file_id, n=0 if cuts is None else cuts.n)
         if partial.exists():
             _refuse_another(partial, identity, source)
             if cuts is not None and store.parts_id(path) is None:

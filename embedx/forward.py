@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,14 @@ from embedx.inputs import (
 )
 from embedx.models import Model
 from embedx.objectives import Backward, Objective, scores_of
-from embedx.passes import FAST_PATHS_OFF, differentiable, on_device, run_model, undisturbed
+from embedx.passes import (
+    FAST_PATHS_OFF,
+    differentiable,
+    on_device,
+    run_model,
+    tensors_in,
+    undisturbed,
+)
 from embedx.points import Point
 from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
 from embedx.sources import Source
@@ -634,22 +641,9 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
 
 
 def _gives_alike(plan: Plan, output: Any, other: Any) -> bool:
-    tensors = zip(_tensors_in(output), _tensors_in(other), strict=False)
+    tensors = zip(tensors_in(output), tensors_in(other), strict=False)
     most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.05
     return all(_is_alike(one, another, most=most) for one, another in tensors)
-
-
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors_in(value)
-    elif dataclasses.is_dataclass(output) or hasattr(output, "logits"):
-        yield from _tensors_in(vars(output))
 
 
 def _require_padding_unseen(

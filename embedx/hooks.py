@@ -27,6 +27,7 @@ from embedx.passes import (
     class_scores,
     run_model,
     same_values,
+    tensors_in,
     undisturbed,
 )
 from embedx.points import (
@@ -894,6 +895,8 @@ class Intervention:
             for point in points:
                 if not point.is_at_input and fires(point, number=number):
                     value = tensor_at(point, output)
+                    if sum(one is value for one in tensors_in(output)) > 1:
+                        self._say_twice(point)
                     changed = self._changed(point, value, is_shared=entry.passed_on(value))
                     output = with_part(output, point.path, changed)
             return output
@@ -908,6 +911,16 @@ class Intervention:
         for key in [key for key in reversed(hooks) if type(hooks[key]) is _Change]:
             hooks.move_to_end(key, last=False)
         yield handle
+
+    def _say_twice(self, point: Point) -> None:
+        if point.name not in self._said:
+            self._said.add(point.name)
+            log.warning(
+                "%s: %s gives the same tensor in another place too; where the model goes on with "
+                "that one, nothing is changed",
+                point.name,
+                point.layer,
+            )
 
     def _changed(self, point: Point, value: Tensor, *, is_shared: bool) -> Tensor:
         if not point.is_gradient:

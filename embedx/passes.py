@@ -1,6 +1,7 @@
 """Passes of a model that leave it, and the random state, as they were."""
 
 import contextlib
+import dataclasses
 import logging
 import random
 import sys
@@ -73,6 +74,20 @@ class _CompiledOff:
 
 
 COMPILED_OFF = _CompiledOff()
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """All tensors in what a model or a layer gives: in mappings, tuples, lists and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) or hasattr(output, "logits"):
+        yield from tensors_in(vars(output))
 
 
 def class_scores(output: Any) -> Tensor | None:

@@ -80,7 +80,7 @@ def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwr
                 f"every one of the {len(plan.source):,} rows failed; the first, {filled}"
             )
         with contextlib.closing(filled.writer):
-            _put_in_place(filled.writer, config=config, replaced=replaced, overwrite=overwrite)
+            _put_in_place(filled.writer, config=config, replaced=replaced, is_joined=False)
         if stop.number:  # too late for this file, in time for what would follow
             raise Interrupted(
                 f"stopped by {stop.name} when {path} was complete", signal_number=stop.number
@@ -108,7 +108,7 @@ def _id_of(path: Path) -> str | None:
 
 
 def _put_in_place(
-    writer: store.Writer, *, config: str, replaced: str | None, overwrite: bool
+    writer: store.Writer, *, config: str, replaced: str | None, is_joined: bool
 ) -> None:
     """Give a file with all its rows its name, and take away what it replaces.
 
@@ -129,7 +129,7 @@ def _put_in_place(
     replace_file(path.with_name("config.yaml"), config.encode())
     if replaced is not None:
         store.remove_derived(path.parent, replaced)
-    if overwrite:
+    if not is_joined:  # parts that are there it replaces; of its own it is not made
         store.remove_parts(path)
     writer.finish()
 
@@ -707,7 +707,7 @@ def _join(made: _Made, cuts: Cuts, *, config: str) -> store.Writer:
     writer = cuts.create(made)
     with contextlib.closing(writer):
         append_parts(writer, made.opened())
-        _put_in_place(writer, config=config, replaced=replaced, overwrite=False)
+        _put_in_place(writer, config=config, replaced=replaced, is_joined=True)
     store.remove_parts(path)
     return writer
 

@@ -405,7 +405,7 @@ def scan(top: Path, suffixes: Set[str]) -> tuple[list[tuple[str, int, int]], Cou
         )
 
     for base, folders, files in os.walk(top, onerror=unreadable):
-        if any(name.startswith("embeddings.h5") for name in files):
+        if any(name.startswith("embeddings.h5") for name in (*files, *folders)):
             passed_over["folders of embedx output"] += 1
             folders.clear()
             continue

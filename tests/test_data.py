@@ -644,9 +644,12 @@ def test_same_name_in_two_folders_is_two_ids(tmp_path: Path) -> None:
     assert list(data.folder(str(tmp_path)).ids) == ["a/1.png", "b/1.png"]
 
 
-@pytest.mark.parametrize("name", ["embeddings.h5", "embeddings.h5.partial"])
+@pytest.mark.parametrize(
+    "name", ["embeddings.h5", "embeddings.h5.partial", "embeddings.h5.parts/of.txt"]
+)
 def test_output_of_embedx_inside_the_folder_is_not_data(tmp_path: Path, name: str) -> None:
     _put(tmp_path, "a.png", "outputs/run/map-umap.png", "outputs/run/projector/sprite.png")
+    (tmp_path / "outputs/run" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "outputs/run" / name).touch()
     source = data.folder(str(tmp_path))
     assert list(source.ids) == ["a.png"]

@@ -601,3 +601,23 @@ def test_what_enters_a_dropout_that_works_in_place_is_changed_for_it_alone() -> 
         with torch.no_grad(), embedx.intervene(model, {"drop:input": torch.zeros_like}):
             found.append(model(torch.ones(2, 6)))
     assert torch.equal(*found)
+
+
+def test_a_tensor_that_a_layer_gives_twice_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            y = x * 2
+            return {"last": y, "all": (x, y)}
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Twice()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.twice(x)["all"][1]
+
+    model = Around()
+    with embedx.intervene(model, {"twice:output.last": torch.zeros_like}):
+        model(torch.ones(2, 3))
+    assert "twice gives the same tensor in another place too" in caplog.text

@@ -744,3 +744,22 @@ def test_a_stopped_run_that_overwrites_goes_on_and_the_old_file_is_not_taken_for
     assert made == [12, 28]  # the first part was kept
     assert found.path.read_bytes() == whole.path.read_bytes()
     assert not store.parts_folder(found.path).exists()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_stopped_run_in_one_go_that_overwrites_parts_goes_on(same: bool, tmp_path: Path) -> None:
+    def run(out: Path, **given: Any) -> Embeddings:
+        torch.manual_seed(0)
+        return embedx.extract(Net(), Flaky(), layers="last", batch_size=4, out=out, **given)
+
+    whole = run(tmp_path / "whole")
+    for part in (0, 1):
+        run(tmp_path / "run", n_parts=3, part=part, normalize=not same)
+    with (
+        stopped_after(6),
+        pytest.raises(Interrupted, match="24 of 43 rows are kept; run the same command again, but"),
+    ):
+        run(tmp_path / "run", overwrite=True)
+    found = run(tmp_path / "run")
+    assert found.path.read_bytes() == whole.path.read_bytes()
+    assert not store.parts_folder(found.path).exists()
