@@ -567,6 +567,8 @@ def run_parts(
             then = "going on with the rest" if missing else "joining them"
             log.info("%s made before: %s", of, then)
         n_before = sum(made.sizes.values())
+        if missing:
+            _remove_made_of_parts(made)
         if engine is not None and missing:
             _run_elsewhere(plan, made, cuts, path, missing, engine=engine)
         is_complete = len(made.sizes) == cuts.n
@@ -650,6 +652,12 @@ def _run_elsewhere(
         )
 
 
+def _remove_made_of_parts(made: _Made) -> None:
+    """Take away what was made of all parts, read as one, before one of them was removed again."""
+    if not made.path.exists():
+        store.remove_derived(made.path.parent, str(made.attrs["id"]))
+
+
 def run_part(
     plan: Plan,
     cuts: Cuts,
@@ -674,6 +682,7 @@ def run_part(
             for number in part_rows(part, n_parts=n_parts, n_rows=cuts.n, block=1):
                 if not made.add(number):
                     if forward is None:
+                        _remove_made_of_parts(made)
                         begun = _begun_fields(store.partial_path(store.part_path(path, number)))
                         forward = stack.enter_context(forward_of(with_poolings_of(plan, begun)))
                     made.make(number, forward=forward, alone=True)

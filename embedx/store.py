@@ -723,7 +723,7 @@ def remove_derived(folder: Path, file_id: str) -> None:
     removed: list[str] = []
 
     def remove(path: Path) -> None:
-        path.unlink()
+        path.unlink(missing_ok=True)  # another job of an array may do the same
         removed.append(path.name)
 
     for file in sorted((folder / "projections").glob("*.h5")):

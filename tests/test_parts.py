@@ -763,3 +763,18 @@ def test_a_stopped_run_in_one_go_that_overwrites_parts_goes_on(same: bool, tmp_p
     found = run(tmp_path / "run")
     assert found.path.read_bytes() == whole.path.read_bytes()
     assert not store.parts_folder(found.path).exists()
+
+
+@pytest.mark.parametrize("given", [{"part": 1}, {}])
+def test_a_part_that_is_made_again_takes_what_was_made_of_it_away(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    for part in range(3):
+        extract(tmp_path, n_parts=3, part=part)
+    made = embedx.project(tmp_path)
+    assert made.path.exists()
+    extract(tmp_path, n_parts=3, part=1)  # it is there
+    assert made.path.exists()
+    shutil.rmtree(store.part_path(tmp_path / "embeddings.h5", 1).parent)
+    extract(tmp_path, n_parts=3, **given)
+    assert not made.path.exists()
