@@ -587,7 +587,7 @@ def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]
             parts = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
             arrays = [array for array in map(as_array, parts) if array is not None]
             found = []
-            for i in range(len(items)):
+            for i in range(len(items) if arrays else 0):
                 digest = hashlib.sha256()
                 for array in arrays:
                     _update(digest, array[i])
@@ -598,16 +598,25 @@ def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]
             return []
         return found
 
+    def entered(item: Any) -> bytes:
+        digest = hashlib.sha256()
+        with contextlib.suppress(Exception):  # its type is none that can be hashed
+            _update(digest, _input(item))
+        return digest.digest()
+
     found = []
     for pair in itertools.pairwise(good):
         for one, other in (pair, pair[::-1]):
             first, second, third = slots(one, one, other) or [b""] * 3
             found += [first, second, third]
-            if first != second and third in (first, second):
+            is_other = entered(one) != entered(other)
+            if (first != second and third in (first, second)) or (
+                first == second == third != b"" and is_other
+            ):
                 raise ConfigError(
                     "the collate_fn of the DataLoader puts the samples of a batch in an order of "
-                    "its own, so that rows could not be told whose they are; let it keep their "
-                    "order"
+                    "its own, or leaves some out, so that rows could not be told whose they are; "
+                    "let it keep all in their order"
                 )
     return found
 

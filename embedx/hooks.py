@@ -60,7 +60,7 @@ class _Entry:
 
     Attributes:
         number: Which one it is in the pass, from 0; a layer that calls itself has several.
-        versions: How often what entered had been worked on in place, by the id of the tensor.
+        versions: How often what entered had been worked on in place, by where its numbers lie.
         copies: What entered in place of a tensor, to be differentiated at, by the name of a point.
     """
 
@@ -77,11 +77,22 @@ class _Entry:
             elif isinstance(value, Mapping):
                 given += value.values()
         tensors = [one for one in given if isinstance(one, Tensor) and not one.is_inference()]
-        return cls(number, {id(one): one._version for one in tensors})
+        return cls(number, {_place(one): one._version for one in tensors})
 
     def passed_on(self, value: Tensor) -> bool:
-        """Whether what a layer gave is what entered it, untouched, which others may take too."""
-        return not value.is_inference() and self.versions.get(id(value)) == value._version
+        """Whether what a layer gave is what entered it, untouched, which others may take too.
+
+        It may be a view, which has the numbers, and the count of changes, of what it is a view of.
+        """
+        return not value.is_inference() and self.versions.get(_place(value)) == value._version
+
+
+def _place(tensor: Tensor) -> int:
+    """Where the numbers of a tensor lie; of one that has no one storage, which it is."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, nested, or within torch.func
+        return id(tensor)
 
 
 @dataclasses.dataclass
@@ -96,7 +107,8 @@ class _Pass:
         awaited: Where the gradient of a point will come by, in the graph.
         again: Points at which a second gradient came by.
         cut_off: Points whose gradient misses a way.
-        copies: What went on in place of a tensor, to be differentiated at, by the name of a point.
+        copies: What went on in place of a tensor, to be differentiated at, that tensor, and how
+            often it had been worked on in place, by the name of a point.
         scores: What layers gave of which a ``badge`` was taken, as the model has to give it too.
     """
 
@@ -107,7 +119,7 @@ class _Pass:
     awaited: dict[str, Any] = dataclasses.field(default_factory=dict)
     again: set[str] = dataclasses.field(default_factory=set)
     cut_off: set[str] = dataclasses.field(default_factory=set)
-    copies: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    copies: dict[str, tuple[Tensor, Tensor, int]] = dataclasses.field(default_factory=dict)
     scores: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -443,8 +455,8 @@ class Capture(Mapping[str, Tensor]):
         is_cut_off = carrier is not value and not (point.is_at_input or is_shared)
         original = weakref.ref(value) if is_cut_off else None
         if carrier is not value and not self.is_verified:
-            # What is done in place to a copy is seen by one that shares its numbers.
-            latest.copies[point.name] = carrier.detach()
+            # What is done in place to either is seen by one that shares its numbers.
+            latest.copies[point.name] = carrier.detach(), value.detach(), value._version
 
         def keep(gradient: Tensor) -> None:
             if original is not None and original() is not None:
@@ -463,8 +475,9 @@ class Capture(Mapping[str, Tensor]):
             self._said.add(point.name)
             log.warning(
                 "%s: another layer works in place on what is there, which for the gradient is a "
-                "copy: whoever else uses the same tensor misses what it did, and the model may "
-                "compute something else than without the capture; take another layer if so",
+                "copy, or on what it is a copy of: who uses the other one misses what it did, and "
+                "the model may compute something else than without the capture; take another layer "
+                "if so",
                 point.name,
             )
 
@@ -503,8 +516,8 @@ class Capture(Mapping[str, Tensor]):
     def _end_pass(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if module is not self._module or not self._is_watched() or _is_inner_call(module):
             return
-        for name, copied in self._own().copies.items():
-            if copied._version:
+        for name, (copied, original, version) in self._own().copies.items():
+            if copied._version or original._version != version:
                 self._say_in_place(self._points[name])
         self._own().copies.clear()
         for name, scores in self._own().scores.items():
@@ -827,10 +840,9 @@ class Intervention:
             if name not in self._said and not self.is_verified:
                 self._said.add(name)
                 log.warning(
-                    "%s: another layer works in place on what is there, which is a copy now: "
-                    "whoever else uses the same tensor misses what it did, and the model may "
-                    "compute something else even where nothing is changed; take another layer if "
-                    "so",
+                    "%s: another layer works in place on what is there, or on what it is a copy of "
+                    "now: who uses the other one misses what it did, and the model may compute "
+                    "something else even where nothing is changed; take another layer if so",
                     name,
                 )
         self._shared.clear()
@@ -880,8 +892,9 @@ class Intervention:
             for point in points:
                 if point.is_at_input and fires(point, number=number):
                     value = tensor_at(point, argument_at(point, called, args, kwargs))
-                    changed = self._changed(point, value, is_shared=True)
-                    if _works_in_place(called) and not point.is_gradient:
+                    in_place = _works_in_place(called) and not point.is_gradient
+                    changed = self._changed(point, value, is_shared=not in_place)
+                    if in_place:
                         # What it does, all are to see that hold the tensor itself.
                         changed = value.copy_(changed)
                     args, kwargs = with_tensor_at(point, called, args, kwargs, changed)
@@ -931,6 +944,7 @@ class Intervention:
             changed = self._apply(point, value.clone())
             if is_shared and not changed.is_inference():
                 self._shared.append((point.name, changed, changed._version))
+                self._shared.append((point.name, value, value._version))
             return changed
         if not torch.is_grad_enabled():
             return value

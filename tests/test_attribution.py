@@ -1503,3 +1503,20 @@ def test_pictures_after_tensors_are_refused(first: str, thumbnails: int, tmp_pat
         embedx.extract(
             described, Mixed(), layers="0", batch_size=4, thumbnails=thumbnails, out=tmp_path
         )
+
+
+def test_a_collate_fn_that_fills_up_by_label_is_refused(tmp_path: Path) -> None:
+    class Labelled(Dataset[Any]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, i: int) -> Any:
+            return noise(6, seed=i), -1 if i % 3 == 0 else i % 5
+
+    def known(batch: list[Any]) -> Tensor:
+        good = [x for x, label in batch if label >= 0]
+        return torch.stack([*good, *[good[0]] * (len(batch) - len(good))]) / 64
+
+    loader = DataLoader(Labelled(), batch_size=8, collate_fn=known)
+    with pytest.raises(ConfigError, match="of its own, or leaves some out"):
+        embedx.extract(linear(6, 5), loader, layers="0", out=tmp_path)

@@ -565,7 +565,7 @@ def test_a_change_of_nothing_at_what_is_worked_on_in_place_changes_nothing_or_is
     assert not caplog.text
     with torch.set_grad_enabled(grad), embedx.intervene(model, {"drop": lambda t: t}):
         model(x)
-    assert "drop: another layer works in place on what is there, which is a copy" in caplog.text
+    assert "drop: another layer works in place on what is there" in caplog.text
 
 
 def test_which_layer_an_ablation_at_penultimate_means_is_part_of_the_run(tmp_path: Path) -> None:
@@ -621,3 +621,57 @@ def test_a_tensor_that_a_layer_gives_twice_is_said(caplog: pytest.LogCaptureFixt
     with embedx.intervene(model, {"twice:output.last": torch.zeros_like}):
         model(torch.ones(2, 3))
     assert "twice gives the same tensor in another place too" in caplog.text
+
+
+class ByView(nn.Module):
+    """A view of what one layer gives is worked on in place, and another layer takes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.part, self.act = (
+            nn.Linear(6, 8),
+            nn.Unflatten(1, (2, 4)),
+            nn.ReLU(inplace=True),
+        )
+        self.c, self.d = nn.Linear(4, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(self.act(self.part(h))).sum(1) + self.d(h)
+
+
+class OfOriginal(nn.Module):
+    """What passes a layer untouched is worked on in place afterwards, by who holds it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.drop, self.act = nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(inplace=True)
+        self.d, self.e = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        kept = self.drop(h)
+        self.act(h)
+        return self.d(kept) + self.e(h)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("model", "point"), [(ByView(), "part"), (OfOriginal(), "drop")])
+def test_work_in_place_on_a_view_or_on_the_original_is_said(
+    model: nn.Module, point: str, grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    plain = model.eval()(x)
+    with torch.set_grad_enabled(grad), embedx.intervene(model, {point: lambda t: t}):
+        changed = model(x)
+    assert not torch.equal(changed, plain)
+    assert f"{point}: another layer works in place on what is there" in caplog.text
+
+
+def test_a_capture_says_work_in_place_on_the_original(caplog: pytest.LogCaptureFixture) -> None:
+    model = OfOriginal().eval()
+    with embedx.capture(model, ["drop:grad", "d"]):
+        model(torch.randn(4, 6)).sum().backward()
+    assert "drop:grad: another layer works in place on what is there" in caplog.text
