@@ -196,7 +196,8 @@ def _in_words(hint: Any) -> str:
         words = [_in_words(part) for part in parts]
         return " or ".join(dict.fromkeys(words))
     if origin in (list, Sequence):
-        return f"a list of {without_article(_in_words(parts[0]))}s"
+        one = without_article(_in_words(parts[0]))
+        return f"a list of {one if one.endswith('s') else one + 's'}"
     if origin is Callable:
         return "a function"
     name = getattr(hint, "__name__", str(hint))

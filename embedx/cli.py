@@ -146,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(error)
         return 128 + error.signal_number if isinstance(error, Interrupted) else 1
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C; what was finished before is kept", file=sys.stderr)
+        kept = "; the rows that were written are kept" if stage in ("extract", "run") else ""
+        print(f"stopped by Ctrl-C{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         _print_no_more()

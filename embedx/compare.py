@@ -547,8 +547,11 @@ def _draw(
         )
     ]
     title = f"{common[0]} of {common[1]}, {common[2]}"
-    remarks = [one for run in runs for one in run.remarks(str(rows[n]["layer"]) for n in drawn)]
-    remark = ", ".join(dict.fromkeys(remarks))
+    remarks = [run.remarks(str(rows[n]["layer"]) for n in drawn) for run in runs]
+    remark = ", ".join(
+        one if all(one in of_run for of_run in remarks) else f"some {one}"
+        for one in dict.fromkeys(one for of_run in remarks for one in of_run)
+    )
     unique = list(dict.fromkeys(name for name, _, _ in shown))
     told = dict(zip(unique, as_labels(unique, most=64), strict=True))
     titled = [

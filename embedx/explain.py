@@ -91,7 +91,7 @@ class Explanation:
 
     Attributes:
         path: The folder.
-        pictures: The files of pictures in it, sorted.
+        pictures: The files of pictures in it, by the numbers in their names.
         maps: The maps, opened; None of feature maps, which are pictures alone.
     """
 
@@ -516,11 +516,17 @@ def _is_own(path: Path) -> bool:
     return path.name in (_CONFIG_NAME, store.MAPS_NAME) and path.is_file()
 
 
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """To sort ``row-3`` before ``row-14``."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
 def _opened(folder: Path) -> Explanation:
     maps = folder / store.MAPS_NAME
     return Explanation(
         folder,
-        sorted(path for path in folder.glob("*.png") if _is_own(path)),
+        sorted((path for path in folder.glob("*.png") if _is_own(path)), key=_by_numbers),
         store.open_maps(maps) if maps.exists() else None,
     )
 
@@ -945,7 +951,8 @@ def _draw_layers(plan: _Plan, parts: Iterable[_Part], folder: Path) -> int:
         for number, (name, width, words, channels) in enumerate(layers, start=1):
             column = overlays.Column(name, width, words, channels, maps[number - 1])
             figure = overlays.layer_sheet(shown, column, title=_about(plan))
-            figures.save(figure, folder / f"layer-{number:02d}-{_safe(column.layer)}.png")
+            place = f"{number:0{max(2, len(str(len(layers))))}d}"
+            figures.save(figure, folder / f"layer-{place}-{_safe(column.layer)}.png")
             progress.advance(1)
     return len(reasons)
 
@@ -1368,5 +1375,6 @@ def _caption(
         lines.append(f"label {names[label] if len(names) else label}")
     if "completeness_error" in columns:
         error = 100 * columns["completeness_error"][place]
-        lines.append(f"completeness error {f'{error:.2g}' if error >= 0.1 else '< 0.1'} %")
+        shown = "< 0.1" if error < 0.1 else f"{error:.2g}" if error < 100 else f"{error:,.0f}"
+        lines.append(f"completeness error {shown} %")
     return lines

@@ -566,6 +566,9 @@ class Capture(Mapping[str, Tensor]):
                 f"{point.name} did not fire in this thread, and others ran the model; read it in "
                 "the thread of the pass"
             )
+        own = self._latest()
+        if not own.has_begun and not own.calls:
+            return LayerError(f"{point.name}: the model has not run yet")
         return LayerError(
             f"{point.name} did not fire in this pass: the layer was skipped by a branch or a fused "
             "path, or its .forward() was called directly; choose the layer around it"

@@ -175,8 +175,10 @@ class LayerTable:
             f"{self.model}: {number_of(self.n_layers, 'layer', 'layers')}, {whole.parameters:,} "
             f"parameters ({whole.trainable_parameters:,} trainable), "
             f"{_magnitude(whole.size_bytes, 'B') if whole.size_bytes else '0 B'} with buffers",
-            f"{cost}, for {whole.input_shape}; time is the share of one warm pass, the fastest of "
-            f"{self.n_passes}, {self.pass_s * 1e3:.2f} ms on {self.device}; other runs give others",
+            f"{cost}, for {whole.input_shape}; time is the share of one warm pass, "
+            + ("the only one" if self.n_passes == 1 else f"the fastest of {self.n_passes}")
+            + f", {self.pass_s * 1e3:.2f} ms on {self.device}; other runs give others"
+            + (", quite others where the machine is busy" if self.n_passes == 1 else ""),
         ]
         if self.not_counted:
             lines.append(

@@ -137,6 +137,11 @@ def class_of_label(
             f"which of the {n_classes:,} classes of {title} the labels mean is not known: "
             f"{listed(label_names)}; name the classes in the order of the scores: classes=FILE "
             "with a name a line, or classes=[A,B]"
+            + (
+                f" (where these names are numbers of classes, the lines are 0 to {n_classes - 1})"
+                if all(name.isdecimal() for name in label_names)
+                else ""
+            )
         )
     order = sorted(label_names)
     log.warning(

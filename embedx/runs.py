@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -425,8 +426,8 @@ def cuts_of(
         n_parts = min(begun or wanted, most)
     if n_parts > most:
         raise ConfigError(
-            f"n_parts must be at most {most:,} for {len(source):,} rows, which are made {block:,} "
-            f"at once, not {n_parts:,}"
+            f"n_parts must be at most {most:,}, not {n_parts:,}: of the {len(source):,} rows "
+            f"{block:,} are made at once; a smaller batch_size allows for more"
         )
     return _RowCuts(plan, n_parts, file_id)
 
@@ -746,14 +747,13 @@ def _report(plan: Plan, writer: store.Writer, path: Path, *, seconds: float, rat
         if field.name.startswith("embeddings/")
     )
     log.info(
-        "wrote %s: %s rows, %s failed, %s, %.1f s, %.1f %s/s",
+        "wrote %s: %s rows, %s failed, %s, %.1f s%s",
         path,
         f"{writer.n_rows:,}",
         f"{writer.n_failed:,}",
         shapes,
         seconds,
-        rate,
-        _unit(plan),
+        f", {rate:.1f} {_unit(plan)}/s" if rate else "",  # of parts that were there, none
     )
     say_failed(path, writer.n_failed)
     if plan.model.tokenizer is not None:
@@ -779,6 +779,9 @@ def _fields(batch: Batch, results: Results) -> list[Field]:
     ]
 
 
+_LARGE_BYTES = 10**9
+
+
 def _create(
     plan: Plan,
     path: Path,
@@ -788,6 +791,15 @@ def _create(
     replace: bool,
 ) -> store.Writer:
     source, rows = plan.source, slice(plan.rows.start, plan.rows.stop)
+    row_bytes = sum(field.row_bytes for field in fields)
+    if row_bytes * len(plan.rows) >= _LARGE_BYTES:
+        log.info(
+            "%s rows of %s numbers take %.1f GB in %s",
+            f"{len(plan.rows):,}",
+            f"{sum(math.prod(field.shape) for field in fields):,}",
+            row_bytes * len(plan.rows) / 1e9,
+            path,
+        )
     if len(plan.rows) == len(source):
         rows = slice(None)
     return store.create(

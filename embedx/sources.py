@@ -494,8 +494,11 @@ def counted_through(
         raise DataError(f"two labels are both written {twice!r}; give them as texts that differ")
     if classes is not None and set(unique) <= set(range(len(classes))):
         names = [str(classes[int(label)]) for label in unique]
-    are_whole = all(
-        type(label) is not bool and isinstance(label, (int, np.integer)) for label in unique
+    are_whole = all(  # floats too, which a column with missing values has in pandas
+        type(label) is not bool
+        and isinstance(label, (int, float, np.number))
+        and float(label).is_integer()
+        for label in unique
     )
     numbers = [int(label) for label in unique] if are_whole and unique else None
     return np.array([index.get(label, -1) for label in labels], np.int32), names, numbers

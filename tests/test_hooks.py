@@ -111,8 +111,13 @@ def test_a_layer_that_runs_twice_needs_its_call_and_gives_each() -> None:
 
 
 def test_a_layer_that_does_not_run_is_an_error_that_names_it() -> None:
-    with embedx.capture(Reuses(), "unused") as got, pytest.raises(LayerError, match="unused did"):
-        got["unused"]
+    model = Reuses()
+    with embedx.capture(model, "unused") as got:
+        with pytest.raises(LayerError, match="unused: the model has not run yet"):
+            got["unused"]
+        model(torch.zeros(1, 3))
+        with pytest.raises(LayerError, match="unused did"):
+            got["unused"]
 
 
 def test_what_was_captured_in_an_earlier_pass_is_not_given_again() -> None:

@@ -472,7 +472,7 @@ def test_wrong_parts_are_refused_in_one_line_and_leave_nothing(tmp_path: Path) -
         ({"n_parts": 0}, "n_parts must be 1 to 1,000,000, not 0"),
         (
             {"n_parts": 12},
-            "n_parts must be at most 11 for 43 rows, which are made 4 at once, not 12",
+            "n_parts must be at most 11, not 12: of the 43 rows 4 are made at once",
         ),
         ({"n_parts": True}, "n_parts must be a whole number"),
         ({"part": "1", "n_parts": 3}, "part must be a whole number"),
