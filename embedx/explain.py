@@ -153,7 +153,7 @@ def explain(
             name a line. With them the class of a ``label`` is the one of its name; without them
             that of its number, or of its place where there are as many names as scores.
         channels: Which maps of a layer: numbers, ``first`` (where not given), or ``active``, those
-            with the largest mean absolute value over the samples.
+            with the largest mean over the samples, what is negative counted as 0.
         n_channels: How many are ``first`` or ``active``; 4 where not given.
         baseline: What stands for nothing, in the place of a pixel from 0 to 1 (of tensors as they
             enter): where not given 0, black, for ``integrated_gradients``, and 0.5, grey, for
@@ -836,10 +836,13 @@ class _FeatureMaps(_Explainer):
             self._picked[name] = _most_active(total, self._plan.n_channels)
 
     def activity(self, number: int) -> dict[str, Array]:
-        """Of each layer the mean absolute value of each map, summed over a batch: float64."""
+        """Of each layer the mean of each map, negative numbers as 0, summed over a batch: float64.
+
+        Before an activation the largest numbers may be those that it makes zeros of.
+        """
         some, samples = self._samples(number)
         return {
-            name: maps.double().abs().nan_to_num(0).mean((2, 3)).sum(0).cpu().numpy()
+            name: maps.double().clamp(min=0).nan_to_num(0).mean((2, 3)).sum(0).cpu().numpy()
             for name, (_, maps) in self._maps(some, samples).items()
         }
 

@@ -213,8 +213,8 @@ def _fill(
         pin_memory=plan.device.type == "cuda",
     )
     has_pixels: bool | None = None  # as the first batch has them, or a file with miniatures
-    if writer is not None and any(field.name == "thumbnails" for field in writer.fields):
-        has_pixels = True if plan.source.collate is None else None
+    if writer is not None and plan.thumbnails and plan.source.collate is None:
+        has_pixels = any(field.name == "thumbnails" for field in writer.fields)
     waiting: list[Batch] = []  # bad batches before the first good one: the shapes are not known
     with workers_said(plan.num_workers), contextlib.ExitStack() as stack:
         failing = stack.enter_context(contextlib.ExitStack())
