@@ -86,6 +86,10 @@ class _Entry:
         """
         return not value.is_inference() and self.versions.get(_place(value)) == value._version
 
+    def holds(self, value: Tensor) -> bool:
+        """Whether what a layer gave lies where what entered lies, touched or not."""
+        return not value.is_inference() and _place(value) in self.versions
+
 
 def _place(tensor: Tensor) -> int:
     """Where the numbers of a tensor lie; of one that has no one storage, which it is."""
@@ -913,7 +917,8 @@ class Intervention:
                     value = tensor_at(point, output)
                     if sum(one is value for one in tensors_in(output)) > 1:
                         self._say_twice(point)
-                    changed = self._changed(point, value, is_shared=entry.passed_on(value))
+                    shares = entry.passed_on if point.is_gradient else entry.holds
+                    changed = self._changed(point, value, is_shared=shares(value))
                     output = with_part(output, point.path, changed)
             return output
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -675,3 +676,71 @@ def test_a_capture_says_work_in_place_on_the_original(caplog: pytest.LogCaptureF
     with embedx.capture(model, ["drop:grad", "d"]):
         model(torch.randn(4, 6)).sum().backward()
     assert "drop:grad: another layer works in place on what is there" in caplog.text
+
+
+class Program(nn.Module):
+    """A random network in which layers pass on, look at or work in place on what others hold."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        kinds: dict[str, Any] = {
+            "linear": lambda: nn.Linear(6, 6),
+            "relu": lambda: nn.ReLU(inplace=rng.random() < 0.7),
+            "drop": lambda: nn.Dropout(0.5, inplace=rng.random() < 0.5),
+            "same": nn.Identity,
+            "view": lambda: nn.Unflatten(1, (2, 3)),
+        }
+        self.steps: list[tuple[str, int, int]] = []
+        for i in range(rng.randrange(3, 8)):
+            kind = rng.choice([*kinds, "add", "add_", "mul"])
+            self.steps.append((kind, rng.randrange(i + 1), rng.randrange(i + 1)))
+            if kind in kinds:
+                self.add_module(f"n{i}", kinds[kind]())
+
+    def forward(self, x: Tensor) -> Any:
+        values = [x.clone()]
+        for i, (kind, a, b) in enumerate(self.steps):
+            one, other = values[a], values[b]
+            if kind == "add_":
+                values.append(one.add_(other.clone()))
+            elif kind in ("add", "mul"):
+                values.append(one + other if kind == "add" else one * other)
+            else:
+                values.append(getattr(self, f"n{i}")(one).reshape(len(x), 6))
+        return values[-1] + sum(value.sin() for value in values)
+
+
+def asked_for(model: nn.Module, name: str, how: str) -> Any:
+    if how in ("output", "input"):
+        return embedx.intervene(model, {f"{name}:{how}": lambda t: t})
+    return embedx.capture(model, name if how == "capture" else f"{name}:{how}")
+
+
+@pytest.mark.parametrize("how", ["output", "input", "grad", "grad_input", "capture"])
+def test_whatever_layers_share_asking_changes_nothing_or_is_said(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(how)
+    n_same = n_said = 0
+    for seed in range(400):
+        torch.manual_seed(seed)
+        model = Program(rng).eval()
+        names = [name for name, _ in model.named_modules() if name]
+        if not names:
+            continue
+        x, name = torch.randn(3, 6), rng.choice(names)
+        with_gradients = torch.set_grad_enabled(how != "capture")
+        try:
+            with with_gradients:
+                plain = model(x).detach()
+        except RuntimeError:  # of torch: such a network cannot be differentiated at all
+            continue
+        caplog.clear()
+        with asked_for(model, name, how), torch.set_grad_enabled(how != "capture"):
+            given = model(x)
+        is_same = torch.allclose(given, plain, rtol=1e-5, atol=1e-6)
+        assert is_same or "works in place on what is there" in caplog.text, (seed, model.steps)
+        n_same += is_same
+        n_said += not is_same
+    assert n_same > 200
+    assert (n_said > 0) == (how != "capture")
