@@ -915,6 +915,11 @@ def note_empty_part(path: Path, number: int) -> None:
     replace_file(part_path(path, number).with_name(_EMPTY_MARK), b"")
 
 
+def _is_blank(folder: Path) -> bool:
+    """Whether nothing is in a folder for parts, as where a process was killed that began them."""
+    return not (folder / _PARTS_MARK).exists() and not any(one.is_dir() for one in folder.iterdir())
+
+
 def require_no_parts(path: Path, *, of: str | None = None, n: int | None = None) -> None:
     """Raise StoreError if what lies where ``path`` is to be was not finished, and is another run.
 
@@ -923,7 +928,7 @@ def require_no_parts(path: Path, *, of: str | None = None, n: int | None = None)
         of: Its id.
         n: How many parts it is to be made of; 0 for none, None for any number.
     """
-    if not parts_folder(path).is_dir():
+    if not parts_folder(path).is_dir() or _is_blank(parts_folder(path)):
         return
     is_own = of is not None and parts_id(path) == of
     there = parts_number(path)
@@ -2337,7 +2342,14 @@ def open(path: str | os.PathLike[str] | Embeddings) -> Embeddings:
         return path
     if (unjoined := _unjoined(Path(path))) is not None:
         return Parts(unjoined)
-    return Embeddings(find_embeddings(path))
+    found = find_embeddings(path)
+    if Path(path).is_dir() and parts_replace(found):
+        log.warning(
+            "%s is to be replaced by the parts beside it; run the command that makes these again, "
+            "without overwrite=true, to have them joined",
+            found,
+        )
+    return Embeddings(found)
 
 
 # --------------------------------------------------------------------------- files of arrays

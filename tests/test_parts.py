@@ -714,7 +714,7 @@ def stopped_after(batches: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("old", ["of failed rows", "of other settings"])
 def test_a_stopped_run_that_overwrites_goes_on_and_the_old_file_is_not_taken_for_it(
-    old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(out: Path, **given: Any) -> Embeddings:
         torch.manual_seed(0)
@@ -732,6 +732,8 @@ def test_a_stopped_run_that_overwrites_goes_on_and_the_old_file_is_not_taken_for
     ):
         run(tmp_path / "run", n_parts=3, overwrite=True)
     assert sha256(replaced.path) == before
+    assert embedx.open(tmp_path / "run").attrs["id"] == replaced.attrs["id"]
+    assert "is to be replaced by the parts beside it" in caplog.text
     made: list[int] = []
     fill = runs._fill
 
@@ -778,3 +780,14 @@ def test_a_part_that_is_made_again_takes_what_was_made_of_it_away(
     shutil.rmtree(store.part_path(tmp_path / "embeddings.h5", 1).parent)
     extract(tmp_path, n_parts=3, **given)
     assert not made.path.exists()
+
+
+@pytest.mark.parametrize("given", [{}, {"n_parts": 3}, {"n_parts": 3, "part": 0}])
+def test_a_run_that_was_killed_as_it_began_its_parts_begins_again(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = store.parts_folder(tmp_path / "embeddings.h5")
+    folder.mkdir(parents=True)
+    (folder / ".of.txt.abcd1234.tmp").touch()
+    extract(tmp_path, **given)
+    assert extract(tmp_path, **{**given, "part": None}).n_rows == N
