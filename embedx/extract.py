@@ -470,5 +470,8 @@ def _refuse_other_parts(path: Path, identity: Mapping[str, Any], source: Source 
             with contextlib.suppress(StoreError):  # damaged: that is told when they are joined
                 attrs = store.PartReader(one).read().attrs
         if "identity" in attrs:
-            _refuse_another(one, identity, source)
+            # Another job may give it its final name meanwhile: it is opened to be refused alone.
+            there = json.loads(attrs["identity"])
+            if any(there.get(key) != identity.get(key) for key in {**there, **identity}):
+                _refuse_another(one, identity, source)
             return
