@@ -141,6 +141,8 @@ class Ablation:
     def _axis(self, name: str, value: Tensor, seen: Seen) -> int:
         is_last = may_be_channels_last(value, picture=seen.picture)
         is_unclear = value.ndim == 4 and len(set(value.shape[1:])) == 1
+        if value.ndim == 5:  # of videos: time comes second where channels come last
+            is_unclear = value.shape[4] > max(value.shape[1:4])
         fits = {
             "channels": value.ndim >= 3 and not is_last and not is_unclear,
             "units": value.ndim in (2, 3) or (is_last and not is_unclear),

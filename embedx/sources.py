@@ -531,13 +531,15 @@ def require_item(item: Any) -> None:
     A ``collate_fn`` that leaves such items out would give the others their places.
 
     Raises:
-        DataError: It is None, or a tuple, list or mapping that begins with None.
+        DataError: It is None or an empty tensor, or a tuple, list or mapping that begins so.
     """
     first = item
     if isinstance(item, (tuple, list, Mapping)) and item:
         first = next(iter(item.values() if isinstance(item, Mapping) else item))
     if first is None:
         raise DataError("the Dataset gives None in its place")
+    if math.prod(getattr(first, "shape", (1,))) == 0:
+        raise DataError(f"the Dataset gives a tensor of shape {tuple(first.shape)} in its place")
 
 
 def require_text(found: str) -> str:

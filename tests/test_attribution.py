@@ -1210,13 +1210,15 @@ def test_a_none_in_place_of_an_item_fails_its_row_alone(
     assert reasons == {"DataError: the Dataset gives None in its place"}
 
 
-@pytest.mark.parametrize("gap", [(None, 3), [None, 3], {"x": None}])
+@pytest.mark.parametrize(
+    "gap", [(None, 3), [None, 3], {"x": None}, torch.ones(0), (np.ones((0, 6)), 3)], ids=str
+)
 def test_an_item_that_begins_with_none_is_none(gap: Any, tmp_path: Path) -> None:
     run = embedx.extract(linear(6, 5), Gaps(7, gap=lambda _: gap), layers="0", out=tmp_path)
     assert np.flatnonzero(run.status == store.Status.FAILED).tolist() == [7]
 
 
-@pytest.mark.parametrize("gap", [lambda x: x * torch.nan, lambda x: x[:0], lambda x: x[:3]])
+@pytest.mark.parametrize("gap", [lambda x: x * torch.nan, lambda x: x[:1], lambda x: x[:3]])
 def test_a_sample_in_the_place_of_another_is_refused(
     gap: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:

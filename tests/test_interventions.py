@@ -744,3 +744,21 @@ def test_whatever_layers_share_asking_changes_nothing_or_is_said(
         n_said += not is_same
     assert n_same > 200
     assert (n_said > 0) == (how != "capture")
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_clear"), [((2, 16, 4, 7, 7), True), ((2, 2, 7, 7, 96), False)]
+)
+def test_channels_of_a_video_are_those_before_time_or_are_asked_for(
+    shape: tuple[int, ...], is_clear: bool
+) -> None:
+    (ablation,) = as_ablations([{"at": "layer", "channels": [1], "by": "zero"}])
+    value, seen = torch.ones(shape), Seen()
+    seen.n = 2
+    if is_clear:
+        changed = ablation.changed(value, seen)
+        assert not changed[:, 1].any()
+        assert changed[:, [0, *range(2, 16)]].all()
+    else:
+        with pytest.raises(ShapeError, match="ablate: layer gives"):
+            ablation.changed(value, seen)
