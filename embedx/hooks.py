@@ -500,8 +500,15 @@ class Capture(Mapping[str, Tensor]):
 
         Args:
             total: Of the latest pass, a tensor of one number.
+
+        Raises:
+            LayerError: No point was met with gradients.
         """
         latest = self._latest()
+        if not latest.awaited:
+            for point in self._points.values():
+                if point.is_gradient:
+                    _ = self[point.name]  # which says why it is not there
         for name in latest.awaited:  # of a model that differentiates within its own pass
             latest.tensors.pop(name, None)
         latest.again.clear()

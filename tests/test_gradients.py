@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import embedx
@@ -955,3 +956,17 @@ def test_the_numbers_of_the_classes_are_part_of_a_run(tmp_path: Path) -> None:
         assert near(torch.tensor(run.embeddings["0:grad_input"][:]), wanted)
     with pytest.raises(StoreError, match="label_numbers is"):
         embedx.extract(model, data, out=tmp_path / "0", **given)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_within_checkpointing_that_runs_again_is_told_in_words(tmp_path: Path) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(6, 5), nn.Tanh()), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(checkpoint(self.body, x, use_reentrant=True))
+
+    with pytest.raises(LayerError, match=r"body\.0:grad: the pass ran without gradients"):
+        embedx.extract(Checkpointed().eval(), torch.randn(8, 6), layers="body.0:grad", out=tmp_path)
