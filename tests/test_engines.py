@@ -524,7 +524,10 @@ def test_engines_that_cannot_be_are_one_line(
         (("engine=process",), "there is no engine 'process'; the nearest are processes"),
         (("engine=processes", "part=0", "n_parts=2"), "part=0 is made by this process alone, and"),
         (("engine.workers=2",), "there is no key 'engine.workers'"),
-        (("engine=processes", "n_parts=99"), "n_parts must be at most 60 for 120 rows, which are"),
+        (
+            ("engine=processes", "n_parts=99"),
+            "n_parts must be at most 60, not 99: of the 120 rows 2 are",
+        ),
     ):
         status, _, err = embedx_here(*EXTRACT, *words)
         assert status == 1
