@@ -516,17 +516,14 @@ def _is_own(path: Path) -> bool:
     return path.name in (_CONFIG_NAME, store.MAPS_NAME) and path.is_file()
 
 
-def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """To sort ``row-3`` before ``row-14``."""
-    parts = re.split(r"(\d+)", path.name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
-
 def _opened(folder: Path) -> Explanation:
     maps = folder / store.MAPS_NAME
     return Explanation(
         folder,
-        sorted((path for path in folder.glob("*.png") if _is_own(path)), key=_by_numbers),
+        sorted(
+            (path for path in folder.glob("*.png") if _is_own(path)),
+            key=lambda path: figures.natural(path.name),
+        ),
         store.open_maps(maps) if maps.exists() else None,
     )
 

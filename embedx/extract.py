@@ -351,18 +351,23 @@ def _workers_for(
     return max(1, min(n_threads() - 1, 8))
 
 
+def _differing(there: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """What of that which decides the rows of a file is another than what is asked for."""
+    return [key for key in {**identity, **there} if there.get(key) != identity.get(key)]
+
+
 def _is_begun(partial: Path, identity: Mapping[str, Any]) -> bool:
     """Whether a run that was to overwrite a file with this one was stopped."""
     with contextlib.suppress(StoreError):  # damaged: the file stays as it is
         there = store.Embeddings(partial).identity if partial.exists() else {}
-        return bool(there) and all(there.get(k) == identity.get(k) for k in {**there, **identity})
+        return bool(there) and not _differing(there, identity)
     return False
 
 
 def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source | Shards) -> None:
     """Raise if the file that is there belongs to another run, naming the first difference."""
     there = store.Embeddings(present).identity
-    differing = [key for key in {**identity, **there} if there.get(key) != identity.get(key)]
+    differing = _differing(there, identity)
     if not differing:
         return
     late = ["rows", "code", "items", "columns", "revisions"]
@@ -472,6 +477,6 @@ def _refuse_other_parts(path: Path, identity: Mapping[str, Any], source: Source 
         if "identity" in attrs:
             # Another job may give it its final name meanwhile: it is opened to be refused alone.
             there = json.loads(attrs["identity"])
-            if any(there.get(key) != identity.get(key) for key in {**there, **identity}):
+            if _differing(there, identity):
                 _refuse_another(one, identity, source)
             return

@@ -127,6 +127,13 @@ class _Pass:
     scores: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
+def _say_once(said: set[str], name: str, words: str, *given: str) -> None:
+    """Say something of a point, of which nothing was said before."""
+    if name not in said:
+        said.add(name)
+        log.warning(f"%s: {words}", name, *given)
+
+
 class Capture(Mapping[str, Tensor]):
     """The tensors of the latest pass, by the name of their point.
 
@@ -465,7 +472,13 @@ class Capture(Mapping[str, Tensor]):
         def keep(gradient: Tensor) -> None:
             if original is not None and original() is not None:
                 latest.cut_off.add(point.name)
-                self._say_cut_off(point)
+                _say_once(
+                    self._said,
+                    point.name,
+                    "the model also keeps what %s gives by itself (an attribute, a hook of its "
+                    "own), and what comes by that way is no part of this gradient",
+                    point.layer,
+                )
             kept = self._copied(point, gradient)
             if point.name in latest.tensors:
                 latest.again.add(point.name)
@@ -473,27 +486,6 @@ class Capture(Mapping[str, Tensor]):
 
         carrier.register_hook(keep)  # type: ignore[no-untyped-call]
         return carrier
-
-    def _say_in_place(self, point: Point) -> None:
-        if point.name not in self._said:
-            self._said.add(point.name)
-            log.warning(
-                "%s: another layer works in place on what is there, which for the gradient is a "
-                "copy, or on what it is a copy of: who uses the other one misses what it did, and "
-                "the model may compute something else than without the capture; take another layer "
-                "if so",
-                point.name,
-            )
-
-    def _say_cut_off(self, point: Point) -> None:
-        if point.name not in self._said:
-            self._said.add(point.name)
-            log.warning(
-                "%s: the model also keeps what %s gives by itself (an attribute, a hook of its "
-                "own), and what comes by that way is no part of this gradient",
-                point.name,
-                point.layer,
-            )
 
     def backward(self, total: Tensor) -> None:
         """The gradients of a number at the points, and at nothing else: parameters get none.
@@ -529,7 +521,14 @@ class Capture(Mapping[str, Tensor]):
             return
         for name, (copied, original, version) in self._own().copies.items():
             if copied._version or original._version != version:
-                self._say_in_place(self._points[name])
+                _say_once(
+                    self._said,
+                    name,
+                    "another layer works in place on what is there, which for the gradient is a "
+                    "copy, or on what it is a copy of: who uses the other one misses what it did, "
+                    "and the model may compute something else than without the capture; take "
+                    "another layer if so",
+                )
         self._own().copies.clear()
         for name, scores in self._own().scores.items():
             given = class_scores(output)
@@ -851,25 +850,24 @@ class Intervention:
             return
         self._calls.pop(threading.get_ident(), None)
         for name in [name for name, copied, version in self._shared if copied._version != version]:
-            if name not in self._said and not self.is_verified:
-                self._said.add(name)
-                log.warning(
-                    "%s: another layer works in place on what is there, or on what it is a copy of "
+            if not self.is_verified:
+                _say_once(
+                    self._said,
+                    name,
+                    "another layer works in place on what is there, or on what it is a copy of "
                     "now: who uses the other one misses what it did, and the model may compute "
                     "something else even where nothing is changed; take another layer if so",
-                    name,
                 )
         self._shared.clear()
         if torch.is_grad_enabled():
             return  # a graph keeps what it needs, and the model does not see it
         for name in [name for name, original in self._kept if original() is not None]:
-            if name not in self._said:
-                self._said.add(name)
-                log.warning(
-                    "%s: the model also keeps what the layer gave before it was changed, on an "
-                    "attribute or in a list; where it uses that, nothing is changed",
-                    name,
-                )
+            _say_once(
+                self._said,
+                name,
+                "the model also keeps what the layer gave before it was changed, on an attribute "
+                "or in a list; where it uses that, nothing is changed",
+            )
         self._kept.clear()
 
     def _register(self, layer: str, module: nn.Module) -> Iterator[Any]:
@@ -923,7 +921,13 @@ class Intervention:
                 if not point.is_at_input and fires(point, number=number):
                     value = tensor_at(point, output)
                     if sum(one is value for one in tensors_in(output)) > 1:
-                        self._say_twice(point)
+                        _say_once(
+                            self._said,
+                            point.name,
+                            "%s gives the same tensor in another place too; where the model goes "
+                            "on with that one, nothing is changed",
+                            point.layer,
+                        )
                     shares = entry.passed_on if point.is_gradient else entry.holds
                     changed = self._changed(point, value, is_shared=shares(value))
                     output = with_part(output, point.path, changed)
@@ -939,16 +943,6 @@ class Intervention:
         for key in [key for key in reversed(hooks) if type(hooks[key]) is _Change]:
             hooks.move_to_end(key, last=False)
         yield handle
-
-    def _say_twice(self, point: Point) -> None:
-        if point.name not in self._said:
-            self._said.add(point.name)
-            log.warning(
-                "%s: %s gives the same tensor in another place too; where the model goes on with "
-                "that one, nothing is changed",
-                point.name,
-                point.layer,
-            )
 
     def _changed(self, point: Point, value: Tensor, *, is_shared: bool) -> Tensor:
         if not point.is_gradient:
