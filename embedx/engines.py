@@ -50,7 +50,7 @@ _ANSWER_S = 30.0
 _FAILED_MOST = 3  # parts without one that is made, after which no other is tried
 _WORKERS_MOST = 16
 # What another try would not change.
-_FINAL = (ConfigError, ShapeError, LayerError, DependencyError)
+_FINAL = {kind.__name__: kind for kind in (ConfigError, ShapeError, LayerError, DependencyError)}
 
 
 # --------------------------------------------------------------------------- config files
@@ -147,11 +147,19 @@ class Answer:
 
     Attributes:
         reason: Why it is not made; empty where it is.
-        is_final: Whether another try would end the same way.
+        kind: The type of the error that says so; empty where there was none.
     """
 
     reason: str = ""
-    is_final: bool = False
+    kind: str = ""
+
+    @property
+    def error(self) -> EmbedxError | None:
+        """What another try would not change; None of anything else."""
+        return _FINAL[self.kind](self.reason) if self.kind in _FINAL else None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}" if self.kind else self.reason
 
 
 class Worker(abc.ABC):
@@ -220,9 +228,35 @@ class Pool(Engine):
         ended: Callable[[int], None],
         tick: Callable[[Mapping[int, str]], None],
     ) -> dict[int, str]:
+        made: list[int] = []
+
+        def count(part: int) -> None:
+            made.append(part)
+            ended(part)
+
+        failed = self._failed(parts, about=about, ended=count, tick=tick)
+        answers = {str(answer): answer for answer, _ in failed.values()}
+        if not made and len(answers) == 1:
+            (answer,) = answers.values()
+            if answer.error:
+                raise answer.error
+        return {
+            part: f"{answer} (tried {number_of(n, 'time', 'times')})"
+            for part, (answer, n) in failed.items()
+        }
+
+    def _failed(
+        self,
+        parts: Sequence[int],
+        *,
+        about: dict[str, Any],
+        ended: Callable[[int], None],
+        tick: Callable[[Mapping[int, str]], None],
+    ) -> dict[int, tuple[Answer, int]]:
+        """How parts failed in the end, and how often each was begun."""
         waiting = collections.deque(parts)
         n_begun: collections.Counter[int] = collections.Counter()
-        failed: dict[int, str] = {}
+        failed: dict[int, tuple[Answer, int]] = {}
         n_made = 0
         self._about = about
         with self._started() as start:
@@ -255,13 +289,12 @@ class Pool(Engine):
                             continue
                         places[place] = None
                         worker.end(by=time.monotonic() + 1)
-                        if answer.is_final or n_begun[part] >= self._tries:
-                            times = number_of(n_begun[part], "time", "times")
-                            failed[part] = f"{answer.reason} (tried {times})"
+                        if answer.error or n_begun[part] >= self._tries:
+                            failed[part] = answer, n_begun[part]
                             if not n_made and len(failed) >= _FAILED_MOST:
                                 return failed
                         else:
-                            log.warning("part %s is tried again: %s", part, answer.reason)
+                            log.warning("part %s is tried again: %s", part, answer)
                             waiting.append(part)  # after the others: it may be what is wrong
                     busy = [worker for worker in places if worker and worker.part is not None]
                     tick({w.part: w.name for w in busy if w.part is not None})
@@ -504,8 +537,7 @@ def work(mouth: int) -> None:
     except BaseException as error:
         if not isinstance(error, EmbedxError):  # a bug of ours, or of the user's own code
             traceback.print_exc()
-        why = short(f"{type(error).__name__}: {error}", most=1000)
-        answer({"reason": why, "is_final": isinstance(error, _FINAL)})
+        answer({"reason": short(str(error), most=1000), "kind": type(error).__name__})
         sys.exit(1)
 
 

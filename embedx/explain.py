@@ -64,6 +64,7 @@ Method = Literal[
     "input_gradient",
     "occlusion",
 ]
+LIMIT = 4
 STEPS = 50
 N_CHANNELS = 4
 WINDOWS_ACROSS = 7  # of an occlusion, side by side on the shorter side
@@ -109,7 +110,7 @@ def explain(
     layers: str | Sequence[str] | None = None,
     ids: str | Sequence[str] | None = None,
     rows: int | Sequence[int] | None = None,
-    limit: int = 4,
+    limit: int | None = None,
     target: int | str | Sequence[int] | None = None,
     classes: str | Sequence[str] | None = None,
     channels: Literal["first", "active"] | Sequence[int] | None = None,
@@ -146,7 +147,8 @@ def explain(
             the last whose tokens of the picture have a gradient.
         ids: The samples to explain, by id.
         rows: The samples to explain, by number.
-        limit: How many samples from the first on, where neither ``ids`` nor ``rows`` are given.
+        limit: How many samples from the first on, where neither ``ids`` nor ``rows`` are given; 4
+            where not given.
         target: The class: ``predicted`` (where not given), ``label`` (the sample's own), a number,
             a number for each sample, or a name of ``classes``.
         classes: Names of the classes, in the order of the scores: a list, or a text file with a
@@ -402,14 +404,17 @@ def _chosen_rows(
     *,
     ids: str | Sequence[str] | None,
     rows: int | Sequence[int] | None,
-    limit: int,
+    limit: int | None,
 ) -> Array:
     """The numbers of the rows that are asked for, each once, in the order asked for."""
     n = len(source)
     if ids is not None and rows is not None:
         raise ConfigError("ids and rows both choose the samples; leave one out")
     if ids is None and rows is None:
-        return np.arange(min(limit, n))
+        return np.arange(min(LIMIT if limit is None else limit, n))
+    if limit is not None:
+        key = "ids" if rows is None else "rows"
+        raise ConfigError(f"{key} and limit={limit} both choose the samples; leave one out")
     if rows is not None:
         numbers = [rows] if isinstance(rows, int) else list(rows)
         for row in numbers:
@@ -1147,25 +1152,46 @@ def _write_maps(plan: _Plan, parts: Iterable[_Part], folder: Path, attrs: Mappin
 
 
 def _require_target(plan: _Plan) -> None:
-    """Refuse a list of targets that is not one for each sample.
+    """Refuse a target that can be seen to be none before any pass.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is a list that is not one for each sample, or no name of a class, or there
+            are no labels.
     """
     target, m = plan.target, len(plan.rows)
-    if target is not None and not isinstance(target, (int, str)) and len(target) != m:
+    if target is None or target == "predicted" or isinstance(target, int):
+        return
+    if not isinstance(target, str):
+        if len(target) != m:
+            raise ConfigError(
+                f"target lists {number_of(len(target), 'class', 'classes')} for "
+                f"{number_of(m, 'sample', 'samples')}; give one for all or one each"
+            )
+        return
+    names = plan.class_names or []
+    if target in names:
+        return
+    if target != "label":
+        (near,) = nearest(target, ["predicted", "label", *names], n=1)
+        many = f", a list of {m} numbers" if m > 1 else ""
+        by_name = (
+            f"the name of one of the {len(names):,} classes"
+            if names
+            else "a class by its name with classes=FILE"
+        )
         raise ConfigError(
-            f"target lists {number_of(len(target), 'class', 'classes')} for "
-            f"{number_of(m, 'sample', 'samples')}; give one for all or one each"
+            f"target={target!r} must be predicted, label, the number of a class{many}, or "
+            f"{by_name}; the nearest is {near}"
+        )
+    if plan.source.labels is None and not plan.source.labels_in_items:
+        raise ConfigError(
+            f"{plan.source.name} has no labels, so target=label says nothing; choose "
+            "target=predicted, or the number of a class"
         )
 
 
 def _targets(plan: _Plan, samples: _Samples) -> Array | None:
-    """The class of each sample, shape ``(m,)``; None for what is predicted.
-
-    Raises:
-        ConfigError: The target is none, or there are no labels.
-    """
+    """The class of each sample, shape ``(m,)``; None for what is predicted."""
     target, m = plan.target, len(plan.rows)
     if target is None or target == "predicted":
         return None
@@ -1173,23 +1199,6 @@ def _targets(plan: _Plan, samples: _Samples) -> Array | None:
         names = plan.class_names or []
         if target in names:
             return np.full(m, names.index(target), np.int64)
-        if target != "label":
-            (near,) = nearest(target, ["predicted", "label", *names], n=1)
-            many = f", a list of {m} numbers" if m > 1 else ""
-            by_name = (
-                f"the name of one of the {len(names):,} classes"
-                if names
-                else "a class by its name with classes=FILE"
-            )
-            raise ConfigError(
-                f"target={target!r} must be predicted, label, the number of a class{many}, or "
-                f"{by_name}; the nearest is {near}"
-            )
-        if samples.labels is None:
-            raise ConfigError(
-                f"{plan.source.name} has no labels, so target=label says nothing; choose "
-                "target=predicted, or the number of a class"
-            )
         return _of_labels(samples)
     if isinstance(target, int):
         return np.full(m, target, np.int64)

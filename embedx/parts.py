@@ -150,6 +150,10 @@ class Engine(abc.ABC):
 
         Returns:
             Why parts failed, by their number.
+
+        Raises:
+            EmbedxError: What each that was begun failed by, where none was made and another try
+                would end the same way: a mistake in what was asked for.
         """
 
 

@@ -179,9 +179,15 @@ def test_a_slow_worker_keeps_no_other_waiting(home: Path) -> None:
 
 
 def test_where_all_that_is_tried_fails_the_rest_is_not_tried(home: Path) -> None:
-    ended, failed = run_light(50, dict.fromkeys(map(str, range(50)), "config"))
+    ended, failed = run_light(50, dict.fromkeys(map(str, range(50)), "raise"), tries=1)
     assert ended == []
     assert 3 <= len(failed) <= 4
+    assert len(list(home.glob("begun-*"))) <= 5
+
+
+def test_a_mistake_in_what_was_asked_for_is_told_as_without_an_engine(home: Path) -> None:
+    with pytest.raises(ConfigError, match="^never$"):
+        run_light(50, dict.fromkeys(map(str, range(50)), "config"))
     assert len(list(home.glob("begun-*"))) <= 5
 
 

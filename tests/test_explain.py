@@ -474,6 +474,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rows": []}, ConfigError, "no sample is named"),
     ({"rows": 1, "ids": "1"}, ConfigError, "ids and rows both choose the samples"),
     ({"limit": 0}, ConfigError, "limit must be at least 1, not 0"),
+    ({"limit": 2, "rows": [5]}, ConfigError, "rows and limit=2 both choose the samples"),
+    ({"limit": 4, "ids": ["0"]}, ConfigError, "ids and limit=4 both choose the samples"),
     ({"channels": [6], "layers": "0"}, ConfigError, "channels=6: layer 0 has 6 channels, 0 to 5"),
     ({"channels": []}, ConfigError, "channels lists which maps are drawn"),
     ({"channels": "most"}, ConfigError, "channels must be one of first, active"),
