@@ -46,7 +46,7 @@ class Ablation:
         at: A capture point, ``layer4``, ``fc:input``, ``layer4:grad``; globs too.
         channels: Feature maps of ``(n, c, h, w)``, ``(n, c, l)`` or ``(n, c, t, h, w)``, by number.
         units: Entries along the last axis, of ``(n, d)``, ``(n, t, d)`` or ``(n, h, w, c)``.
-        tokens: Tokens of ``(n, t, d)``, by place.
+        tokens: Tokens of ``(n, t, d)``, by place. Of any of the three ``all`` are the whole layer.
         by: ``zero``; ``mean``, their average over all places of the sample, of tokens that over all
             tokens; ``scale``, times ``factor``; ``patch``, ``value`` in their place.
         factor: For ``scale``.
@@ -58,9 +58,9 @@ class Ablation:
     """
 
     at: str
-    channels: int | Sequence[int] | None = None
-    units: int | Sequence[int] | None = None
-    tokens: int | Sequence[int] | None = None
+    channels: int | Sequence[int] | Literal["all"] | None = None
+    units: int | Sequence[int] | Literal["all"] | None = None
+    tokens: int | Sequence[int] | Literal["all"] | None = None
     by: Literal["zero", "mean", "scale", "patch"] = "zero"
     factor: float | None = None
     value: float | None = None
@@ -72,9 +72,11 @@ class Ablation:
         return {**said, axis: numbers}
 
     @property
-    def _chosen(self) -> tuple[str, list[int]]:
+    def _chosen(self) -> tuple[str, list[int] | Literal["all"]]:
         (axis,) = (key for key in _AXES if getattr(self, key) is not None)
         numbers = getattr(self, axis)
+        if numbers == "all":
+            return axis, "all"
         return axis, [numbers] if isinstance(numbers, int) else list(numbers)
 
     def changed(self, value: Tensor, seen: Seen) -> Tensor:
@@ -89,7 +91,7 @@ class Ablation:
             ShapeError: The layer has no such axis, or nothing to average over, or its first axis is
                 not that of the samples.
         """
-        name, numbers = self._chosen
+        name, asked = self._chosen
         if not value.ndim or len(value) != seen.n:
             raise ShapeError(
                 f"ablate: {self.at} gives {tuple(value.shape)} for {seen.n} samples, so its first "
@@ -102,9 +104,11 @@ class Ablation:
             shape = ", ".join(map(str, value.shape[1:]))
             log.info(
                 "ablate: %s gives (n, %s), of which %s %s are along axis %s",
-                *(self.at, shape, name, listed(list(map(str, numbers))), axis),
+                *(self.at, shape, name),
+                *("all" if asked == "all" else listed(list(map(str, asked))), axis),
             )
         size = value.shape[axis]
+        numbers = list(range(size)) if asked == "all" else asked
         has_mask = seen.mask is not None and seen.mask.shape == value.shape[:2]
         if name == "tokens" and has_mask:  # of texts that are shorter there is nothing to change
             numbers = [number for number in numbers if not size <= number]
@@ -191,8 +195,10 @@ def _as_ablation(given: Mapping[str, Any] | Ablation, *, where: str) -> Ablation
             f"one of {', '.join(_AXES)}"
         )
     numbers = given.settings()[axes[0]]
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"{where}{axes[0]} must be different numbers, at least one: {numbers}")
+    if numbers != "all" and (not numbers or len(set(numbers)) < len(numbers)):
+        raise ConfigError(
+            f"{where}{axes[0]} must be all, or different numbers, at least one: {numbers}"
+        )
     for key, by in (("factor", "scale"), ("value", "patch")):
         if given.by == by and getattr(given, key) is None:
             raise ConfigError(f"{where}by={by} needs {key}: give {key}:NUMBER beside it")

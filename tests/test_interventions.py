@@ -173,6 +173,19 @@ def test_an_ablated_run_is_that_of_an_edited_model_under_an_id_of_its_own(tmp_pa
         )
 
 
+@pytest.mark.parametrize(("at", "axis"), [("conv2", "channels"), ("head", "units")])
+def test_all_of_an_axis_is_the_whole_layer(at: str, axis: str, tmp_path: Path) -> None:
+    runs = [
+        embedx.extract(
+            net(), X, layers=at, pooling="flatten", out=tmp_path / f"{i}",
+            ablate=[{"at": at, axis: which, "by": "patch", "value": 0.5}],
+        )
+        for i, which in enumerate(("all", [*range(len(net().get_submodule(at).bias))]))
+    ]  # fmt: skip
+    assert np.array_equal(runs[0].embeddings[at][:], np.full(runs[1].embeddings[at].shape, 0.5))
+    assert np.array_equal(runs[1].embeddings[at][:], runs[0].embeddings[at][:])
+
+
 def test_an_ablated_network_of_a_library_is_folded_around_it(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 
@@ -233,8 +246,9 @@ def test_kinds_of_ablation(said: dict[str, Any], value: Tensor, wanted: Tensor) 
             "channels and tokens; give one",
         ),
         ([{"at": "conv2", "chanel": 1}], ConfigError, r"the nearest are ablate\[0\].channels"),
-        ([{"at": "conv2", "channels": []}], ConfigError, "must be different numbers, at least one"),
-        ([{"at": "conv2", "channels": [1, 1]}], ConfigError, "must be different numbers"),
+        ([{"at": "conv2", "channels": []}], ConfigError, "must be all, or different numbers"),
+        ([{"at": "conv2", "channels": "some"}], ConfigError, r"ablate\[0\].channels must be"),
+        ([{"at": "conv2", "channels": [1, 1]}], ConfigError, "or different numbers"),
         ([{"at": "conv2", "channels": 1, "by": "scale"}], ConfigError, "by=scale needs factor"),
         (
             {"at": "conv2", "channels": 1},
