@@ -8,50 +8,48 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import yaml
-from torch import Tensor
 
-from embedx import figures, fold, grids, hooks, overlays, saliency, sources, store
+from embedx import figures, fold, saliency, store
 from embedx.checks import checked
+from embedx.class_maps import ClassMaps, require_target, write_maps
 from embedx.configs import public_config, settings_sha256
 from embedx.disk import replace_file, replacing_folder, writing_lock
 from embedx.errors import (
     ConfigError,
     DataError,
     LayerError,
-    ShapeError,
     StoreError,
     listed,
     nearest,
     number_of,
 )
+from embedx.explainer import (
+    Part,
+    Plan,
+    running,
+)
+from embedx.feature_maps import FeatureMaps, draw_layers, summed
 from embedx.inputs import (
-    Batches,
     Network,
-    arithmetic,
     as_model,
     as_source,
-    channels_last,
     device_of,
     made_by,
-    placed,
-    seed_all,
 )
 from embedx.models import Model, Preprocess
-from embedx.objectives import class_of_label, numbered, read_classes
+from embedx.objectives import read_classes
 from embedx.parts import AGAIN, ArrayParts, Engine, Feed
-from embedx.passes import on_device, run_model, undisturbed
-from embedx.pictures import whole_pictures
 from embedx.points import Point, parse_point, resolve_points
 from embedx.progress import Progress
 from embedx.sources import Source
-from embedx.store import Array, Status
+from embedx.store import Array
 
 log = logging.getLogger("embedx")
 
@@ -67,8 +65,6 @@ Method = Literal[
 LIMIT = 4
 STEPS = 50
 N_CHANNELS = 4
-WINDOWS_ACROSS = 7  # of an occlusion, side by side on the shorter side
-GREY = 0.5
 
 _ON_CLASSES = tuple(name for name in Method.__args__ if name != "feature_maps")  # type: ignore[attr-defined]
 _BY_BASELINE = ("integrated_gradients", "occlusion")
@@ -285,7 +281,7 @@ def explain(
         torch_device,
         folder,
     )
-    plan = _Plan(
+    plan = Plan(
         model=described,
         source=source,
         rows=chosen,
@@ -304,7 +300,7 @@ def explain(
         device=torch_device,
         only_pictures=preprocess is not None,
     )
-    _require_target(plan)
+    require_target(plan)
     if isinstance(engine, Feed):
         _make_parts(plan, engine, folder)
         return Explanation(folder, [], None)
@@ -332,9 +328,9 @@ def explain(
             making = _made_elsewhere(plan, engine, folder, new, asked, again=again)
         parts = stack.enter_context(contextlib.closing(making))  # the network is put back at once
         if method == "feature_maps":
-            n_failed = _draw_layers(plan, parts, new)
+            n_failed = draw_layers(plan, parts, new)
         else:
-            n_failed = _write_maps(plan, parts, new, attrs)
+            n_failed = write_maps(plan, parts, new, attrs)
         text = yaml.safe_dump({"id": file_id, **recorded}, sort_keys=False, allow_unicode=True)
         replace_file(new / _CONFIG_NAME, text.encode())
     _remove_parts(folder)
@@ -357,40 +353,6 @@ def explain(
 # --------------------------------------------------------------------------- settings
 
 _CONFIG_NAME = "config.yaml"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    model: Model
-    source: Source
-    rows: Array
-    method: str
-    points: list[Point] | None
-    of_globs: Sequence[Point]
-    target: int | str | Sequence[int] | None
-    class_names: list[str] | None
-    channels: str | Sequence[int]
-    n_channels: int
-    baseline: float | None
-    steps: int
-    window: int | None
-    stride: int | None
-    batch_size: int
-    device: torch.device
-    only_pictures: bool
-
-    @property
-    def n_parts(self) -> int:
-        """How many batches there are, each of which is a part of the work."""
-        return -(-len(self.rows) // self.batch_size)
-
-    def part(self, number: int) -> "_Plan":
-        """The plan of a batch alone."""
-        some = slice(number * self.batch_size, (number + 1) * self.batch_size)
-        target = self.target
-        if target is not None and not isinstance(target, (int, str)):
-            target = target[some]
-        return dataclasses.replace(self, rows=self.rows[some], target=target)
 
 
 def _require_numbers(**values: int | None) -> None:
@@ -533,191 +495,28 @@ def _opened(folder: Path) -> Explanation:
     )
 
 
-# --------------------------------------------------------------------------- the samples
-
-
-@dataclasses.dataclass
-class _Samples:
-    """A batch of m samples.
-
-    Attributes:
-        places: Of those that were read.
-        inputs: They, on the CPU, as they were read; None where none was.
-        pictures: As shown, shape ``(h, w, 3)`` uint8, by place.
-        reasons: Why one failed, by place.
-        labels: Shape ``(m,)`` int32, -1 for none; None without labels.
-        normalize: From what was read to what enters.
-    """
-
-    places: list[int]
-    inputs: Tensor | None
-    pictures: dict[int, Array]
-    reasons: dict[int, str]
-    labels: Array | None
-    normalize: Callable[[Tensor], Tensor]
-
-
-def _read(plan: _Plan) -> _Samples:
-    """Read a batch as extract does; a sample that cannot be read fails alone."""
-    source, rows = plan.source, plan.rows
-    prepared = plan.model.preprocess
-    draws = source.draws or (prepared is not None and prepared.is_own)
-
-    def read(place: int) -> Any:
-        row = int(rows[place])
-        if draws:  # as of the row in the whole, and not of its place among those chosen
-            sources.seed_random(row)
-        return source.read(row)
-
-    some = dataclasses.replace(
-        source,
-        ids=[source.ids[row] for row in rows],
-        read=read,
-        labels=None if source.labels is None else np.asarray(source.labels)[rows],
-        item_hashes=None,
-        metadata={},
-    )
-    batches = Batches(
-        some, plan.model, batch_size=plan.batch_size, only_pictures=plan.only_pictures
-    )
-    with contextlib.ExitStack() as stack:
-        if source.reads_files:
-            stack.enter_context(whole_pictures())
-        if draws:
-            stack.enter_context(sources.random_put_back())
-        batch = batches[0]
-    if batch.fatal is not None:
-        raise batch.fatal
-    labels = batch.labels if source.labels_in_items else some.labels
-    samples = _Samples([], None, {}, dict(batch.reasons), labels, lambda tensor: tensor)
-    for piece in batch.pieces:  # one, or none where all have failed
-        inputs = piece.inputs
-        if not isinstance(inputs, Tensor) or inputs.ndim != 4:
-            shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else ", ".join(inputs)
-            raise ShapeError(
-                f"what is explained are pictures (n, c, h, w), and what enters "
-                f"{plan.model.name} is {shape}"
-            )
-        samples.places = [i for i in range(batch.size) if i not in batch.reasons]
-        samples.inputs = kept = inputs[samples.places]
-        if not batch.are_pixels and not kept.is_floating_point():
-            raise ShapeError(
-                f"the inputs are {str(kept.dtype).removeprefix('torch.')}, which have no gradient; "
-                "give floats, or pictures"
-            )
-        if batch.are_pixels and plan.model.preprocess is not None:
-            samples.normalize = plan.model.preprocess.normalize
-        shown = kept.numpy() if batch.are_pixels else kept.detach().float().numpy()
-        for place, one in zip(samples.places, shown, strict=True):
-            samples.pictures[place] = overlays.shown(one)
-    return samples
-
-
-Enter = Callable[[Tensor, int], Tensor]
-
-
-@contextlib.contextmanager
-def _running(plan: _Plan) -> Iterator[Enter]:
-    """The network on its device, as it will be put back; gives what makes a batch enter, of which
-    it is told the number of the first row."""
-    module = plan.model.module
-    is_known = fold.is_known(module)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(on_device(module, plan.device))
-        stack.enter_context(undisturbed(module, device=plan.device))
-        stack.enter_context(arithmetic("fp32"))
-        stack.enter_context(saliency.ready(module))
-
-        def enter(tensor: Tensor, row: int) -> Tensor:
-            seed_all(row, plan.device)
-            inputs = placed(tensor, plan.device)
-            if is_known:
-                inputs = channels_last(inputs)
-            assert isinstance(inputs, Tensor)
-            return inputs
-
-        yield enter
-
-
 # --------------------------------------------------------------------------- parts
 
 
-@dataclasses.dataclass
-class _Part:
-    """What was found of a batch; beside it there is a picture of each sample.
-
-    Attributes:
-        reasons: Why samples failed, by their place in the batch.
-        arrays: Of the samples.
-        facts: Plain values.
-    """
-
-    reasons: dict[int, str]
-    arrays: dict[str, Array] = dataclasses.field(default_factory=dict)
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+def _explainer(plan: Plan) -> type["FeatureMaps"] | type["ClassMaps"]:
+    return FeatureMaps if plan.method == "feature_maps" else ClassMaps
 
 
-class _Explainer:
-    """The network at work, batch by batch.
-
-    What all batches have in common, such as the layer, is taken from the first sample that can be
-    explained, whoever makes which batches.
-
-    Args:
-        plan: Of the whole.
-        enter: What makes a batch enter.
-        say: Called with what is to be told of the whole.
-    """
-
-    def __init__(self, plan: _Plan, enter: Enter, say: Callable[[str], None]) -> None:
-        self._plan = plan
-        self._enter = enter
-        self._say = say
-        self._read: tuple[int, _Plan, _Samples] | None = None
-        self._is_set_up = False
-
-    def part(self, number: int, folder: Path) -> _Part:
-        """Explain a batch, with a picture of each sample in the folder."""
-        raise NotImplementedError
-
-    def _samples(self, number: int) -> tuple[_Plan, _Samples]:
-        """A batch with its plan; the last one is kept."""
-        if self._read is None or self._read[0] != number:
-            some = self._plan.part(number)
-            self._read = number, some, _read(some)
-        return self._read[1:]
-
-    def _set_up(self) -> None:
-        """Make sure that what all batches have in common is known; one must have a good sample."""
-        number = 0
-        while not self._is_set_up:
-            self._is_set_up = self._set_up_by(*self._samples(number))
-            number += 1
-
-    def _set_up_by(self, some: _Plan, samples: _Samples) -> bool:
-        """The same by one batch, if it has a good sample."""
-        raise NotImplementedError
-
-
-def _explainer(plan: _Plan) -> type["_FeatureMaps"] | type["_ClassMaps"]:
-    return _FeatureMaps if plan.method == "feature_maps" else _ClassMaps
-
-
-def _made_here(plan: _Plan, folder: Path) -> Generator[_Part]:
+def _made_here(plan: Plan, folder: Path) -> Generator[Part]:
     """The parts in their order, by this process."""
     with (
-        _running(plan) as enter,
+        running(plan) as enter,
         Progress(len(plan.rows), what=plan.method) as progress,
     ):
         explainer = _explainer(plan)(plan, enter, log.info)
-        if isinstance(explainer, _FeatureMaps) and plan.channels == "active":
+        if isinstance(explainer, FeatureMaps) and plan.channels == "active":
             explainer.pick(explainer.activity(number) for number in range(plan.n_parts))
         for number in range(plan.n_parts):
             yield explainer.part(number, folder)
             progress.advance(len(plan.part(number).rows))
 
 
-def _array_parts(plan: _Plan, folder: Path, asked: Mapping[str, Any], kind: str) -> ArrayParts:
+def _array_parts(plan: Plan, folder: Path, asked: Mapping[str, Any], kind: str) -> ArrayParts:
     of = settings_sha256({**asked, "identity": None, "batch_size": plan.batch_size})
     return ArrayParts(_beside(folder, kind), of=of, n=plan.n_parts)
 
@@ -737,14 +536,14 @@ def _remove_parts(folder: Path) -> None:
 
 
 def _made_elsewhere(
-    plan: _Plan,
+    plan: Plan,
     engine: Engine,
     folder: Path,
     new: Path,
     asked: dict[str, Any],
     *,
     again: str | None,
-) -> Generator[_Part]:
+) -> Generator[Part]:
     """The parts in their order, by an engine; they stay beside the folder until it is whole."""
     kinds = _KINDS if plan.channels == "active" and plan.method == "feature_maps" else _KINDS[1:]
     for kind in kinds:
@@ -754,7 +553,7 @@ def _made_elsewhere(
         parts.make(engine, about=asked, what=kind, again=again)
         if kind == "activity":
             found = (parts.read(number)[0] for number in range(parts.n))
-            asked["activity"] = {name: total.tolist() for name, total in _summed(found).items()}
+            asked["activity"] = {name: total.tolist() for name, total in summed(found).items()}
     first: dict[str, Any] = {}
     said: list[str] = []
     is_said = False
@@ -778,612 +577,25 @@ def _made_elsewhere(
         for picture in parts.folder(number).glob("*.png"):
             shutil.copyfile(picture, new / picture.name)
         reasons = {int(place): reason for place, reason in about["reasons"].items()}
-        yield _Part(reasons, arrays, {**about["facts"], "made_by": about["made_by"]})
+        yield Part(reasons, arrays, {**about["facts"], "made_by": about["made_by"]})
 
 
-def _make_parts(plan: _Plan, feed: Feed, folder: Path) -> None:
+def _make_parts(plan: Plan, feed: Feed, folder: Path) -> None:
     """Make parts, in a worker of an engine."""
     said: list[str] = []
     about = feed.about
     parts = _array_parts(plan, folder, about, about["kind"])
     environment = made_by(plan.model, plan.device)
-    with _running(plan) as enter:
+    with running(plan) as enter:
         explainer = _explainer(plan)(plan, enter, said.append)
-        if "activity" in about and isinstance(explainer, _FeatureMaps):
+        if "activity" in about and isinstance(explainer, FeatureMaps):
             explainer.pick([{name: np.array(one) for name, one in about["activity"].items()}])
         for number in feed:
             if about["kind"] == "activity":
-                assert isinstance(explainer, _FeatureMaps)
+                assert isinstance(explainer, FeatureMaps)
                 parts.write(number, explainer.activity(number), {})
                 continue
             part = explainer.part(number, parts.folder(number))
             found = {"reasons": part.reasons, "facts": part.facts, "said": said}
             found["made_by"] = {key: environment[key] for key in ("device", "environment")}
             parts.write(number, part.arrays, found)
-
-
-def _require_some(reasons: Mapping[int, str], plan: _Plan) -> None:
-    """Raise DataError if all samples failed."""
-    if len(reasons) == len(plan.rows):
-        place, reason = min(reasons.items())
-        raise DataError(
-            f"every one of the {len(plan.rows):,} samples failed; the first, "
-            f"{plan.source.ids[plan.rows[place]]}: {reason}"
-        )
-
-
-def _say_failed(reasons: Mapping[int, str], plan: _Plan) -> None:
-    for place, reason in sorted(reasons.items())[:3]:
-        row = plan.rows[place]
-        log.warning("failed row %s, %s: %s", row, plan.source.ids[row], reason)
-    if len(reasons) > 3:
-        log.warning("and %s more failed", len(reasons) - 3)
-
-
-# --------------------------------------------------------------------------- feature maps
-
-
-class _FeatureMaps(_Explainer):
-    """Feature maps of layers."""
-
-    def __init__(self, plan: _Plan, enter: Enter, say: Callable[[str], None]) -> None:
-        super().__init__(plan, enter, say)
-        self._points: list[Point] = []
-        self._network: saliency.Network | None = None
-        self._picked: dict[str, list[int]] = {}
-
-    def pick(self, activity: Iterable[Mapping[str, Array]]) -> None:
-        """Choose the channels that are the most active, by what :meth:`activity` gives in order."""
-        for name, total in _summed(activity).items():
-            self._picked[name] = _most_active(total, self._plan.n_channels)
-
-    def activity(self, number: int) -> dict[str, Array]:
-        """Of each layer the mean of each map, negative numbers as 0, summed over a batch: float64.
-
-        Before an activation the largest numbers may be those that it makes zeros of.
-        """
-        some, samples = self._samples(number)
-        return {
-            name: maps.double().clamp(min=0).nan_to_num(0).mean((2, 3)).sum(0).cpu().numpy()
-            for name, (_, maps) in self._maps(some, samples).items()
-        }
-
-    def part(self, number: int, folder: Path) -> _Part:
-        some, samples = self._samples(number)
-        part = _Part(samples.reasons)
-        columns: list[overlays.Column] = []
-        for name, (layer, maps) in self._maps(some, samples).items():
-            picked = self._picked.setdefault(name, _picked(self._plan, layer))
-            kept = maps[:, picked].to("cpu", torch.float32).numpy()
-            part.arrays[f"maps/{len(columns)}"] = kept
-            column = overlays.Column(name, layer.width, layer.grid.words, picked, list(kept))
-            columns.append(column)
-        if not columns:
-            return part
-        shown = _shown(some, samples.places, samples.pictures)
-        part.arrays["places"] = np.array(samples.places)
-        part.arrays["pictures"] = np.stack([sample.picture for sample in shown])
-        part.facts["layers"] = [
-            [column.layer, column.width, column.words, column.channels] for column in columns
-        ]
-        for i, sample in enumerate(shown):
-            figure = overlays.depth_sheet(sample, columns, i, title=_about(self._plan))
-            figures.save(figure, folder / f"row-{sample.row}.png")
-        return part
-
-    def _set_up_by(self, some: _Plan, samples: _Samples) -> bool:
-        if samples.inputs is None:
-            return False
-        plan = self._plan
-        with torch.no_grad():
-            row = int(some.rows[samples.places[0]])
-            first = self._enter(samples.normalize(samples.inputs[:1]), row)
-            network = saliency.look(plan.model.module, first, title=plan.model.name)
-            points = plan.points
-            if points is None:
-                names = grids.through_depth(network.seen)
-                if not names:
-                    raise saliency.no_layer(plan.model.name)
-                points = [parse_point(name) for name in names]
-                self._say(f"layers: {', '.join(names)}")
-            elif plan.of_globs:
-                points = _with_maps(plan, network, points, first, self._say)
-        self._network, self._points = network, points
-        return True
-
-    def _maps(self, some: _Plan, samples: _Samples) -> dict[str, tuple[saliency.Layer, Tensor]]:
-        """What each layer gives of a batch: nothing where no sample was read."""
-        if samples.inputs is None:
-            return {}
-        self._set_up()
-        assert self._network is not None
-        module, n = self._plan.model.module, len(samples.places)
-        found: dict[str, tuple[saliency.Layer, Tensor]] = {}
-        with torch.no_grad():
-            row = int(some.rows[samples.places[0]])
-            inputs = self._enter(samples.normalize(samples.inputs), row)
-            with hooks.Capture(module, self._points, only_here=True) as got:
-                run_model(module, inputs, title=self._plan.model.name)
-                for point in self._points:
-                    layer = saliency.as_layer(self._network, point, got[point.name], n=n)
-                    found[point.name] = layer, layer.grid.maps(got[point.name])
-        return found
-
-
-def _summed(activity: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-    total: dict[str, Array] = {}
-    for part in activity:
-        for name, one in part.items():
-            total[name] = total.get(name, 0) + one
-    return total
-
-
-def _shown(
-    plan: _Plan, places: Sequence[int], pictures: Mapping[int, Array]
-) -> list[overlays.Sample]:
-    rows = [int(plan.rows[place]) for place in places]
-    return [
-        overlays.Sample(plan.source.ids[row], row, pictures[place])
-        for place, row in zip(places, rows, strict=True)
-    ]
-
-
-def _about(plan: _Plan) -> str:
-    """What is written above every picture of feature maps."""
-    return f"{_random_words(plan.model)}{plan.model.name} over {plan.source.name}"
-
-
-def _draw_layers(plan: _Plan, parts: Iterable[_Part], folder: Path) -> int:
-    """A picture a layer of all samples; how many failed."""
-    reasons: dict[int, str] = {}
-    shown: list[overlays.Sample] = []
-    layers: list[Any] = []
-    maps: list[list[Array]] = []
-    for number, part in enumerate(parts):
-        before = number * plan.batch_size
-        reasons |= {before + place: reason for place, reason in part.reasons.items()}
-        if "layers" not in part.facts:
-            continue
-        places = [before + place for place in part.arrays["places"].tolist()]
-        shown += _shown(plan, places, dict(zip(places, part.arrays["pictures"], strict=True)))
-        layers = part.facts["layers"]
-        maps = maps or [[] for _ in layers]
-        for i, of_layer in enumerate(maps):
-            of_layer += list(part.arrays[f"maps/{i}"])
-    _require_some(reasons, plan)
-    _say_failed(reasons, plan)
-    with Progress(len(layers), what="draw", unit="pictures") as progress:
-        for number, (name, width, words, channels) in enumerate(layers, start=1):
-            column = overlays.Column(name, width, words, channels, maps[number - 1])
-            figure = overlays.layer_sheet(shown, column, title=_about(plan))
-            place = f"{number:0{max(2, len(str(len(layers))))}d}"
-            figures.save(figure, folder / f"layer-{place}-{_safe(column.layer)}.png")
-            progress.advance(1)
-    return len(reasons)
-
-
-def _with_maps(
-    plan: _Plan,
-    network: saliency.Network,
-    points: list[Point],
-    inputs: Tensor,
-    say: Callable[[str], None],
-) -> list[Point]:
-    """The points that are drawn, where some are of globs: of these what gives feature maps."""
-    run = saliency.Scored(plan.model.module, plan.model.name)
-    kept = saliency.of_globs(run, network, plan.of_globs, inputs)
-    found = list(dict.fromkeys(one for point in points for one in kept.get(point, [point])))
-    if not found:
-        raise LayerError(
-            f"none of the layers of {plan.model.name} that match gives feature maps of the "
-            f"picture: {listed([point.name for point in kept])}"
-        )
-    say(f"layers: {listed([point.name for point in found])}")
-    if empty := [point.name for point in kept if not kept[point]]:
-        say(f"left out, for they give no feature maps: {listed(empty)}")
-    return found
-
-
-def _most_active(total: Array, n_channels: int) -> list[int]:
-    order = np.argsort(-total, kind="stable")
-    return [int(channel) for channel in order[:n_channels]]
-
-
-def _picked(plan: _Plan, layer: saliency.Layer) -> list[int]:
-    """The channels of a layer that are drawn, where they are not the most active.
-
-    Raises:
-        ConfigError: It has no such channel.
-    """
-    if isinstance(plan.channels, str):
-        return list(range(min(plan.n_channels, layer.width)))
-    for channel in plan.channels:
-        if not 0 <= channel < layer.width:
-            raise ConfigError(
-                f"channels={channel}: layer {layer.point.name} has {layer.width} channels, 0 to "
-                f"{layer.width - 1}"
-            )
-    return list(plan.channels)
-
-
-def _random_words(model: Model) -> str:
-    """What a picture must say first, for it travels alone."""
-    return "RANDOM weights, " if model.weights.startswith("random") else ""
-
-
-def _safe(name: str) -> str:
-    """The name of a layer within that of a file; the number before it tells them apart."""
-    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:60]
-
-
-# --------------------------------------------------------------------------- maps of a class
-
-
-class _ClassMaps(_Explainer):
-    """Maps of what the score of a class depends on."""
-
-    def __init__(self, plan: _Plan, enter: Enter, say: Callable[[str], None]) -> None:
-        super().__init__(plan, enter, say)
-        self._run = saliency.Scored(plan.model.module, plan.model.name)
-        self._make: Callable[..., saliency.Maps] | None = None
-        self._facts: dict[str, Any] = {}
-        self._classes: Array | None = None
-
-    def part(self, number: int, folder: Path) -> _Part:
-        some, samples = self._samples(number)
-        targets = _targets(some, samples)
-        part = _Part(samples.reasons)
-        if samples.labels is not None:
-            part.arrays["labels"] = samples.labels
-        places, inputs = _good(samples)
-        if inputs is None:
-            return part
-        self._set_up()
-        assert self._make is not None
-        part.facts = self._facts
-        if targets is not None and self._classes is not None:
-            targets = self._classes[targets]
-        entered = self._enter(samples.normalize(inputs), int(some.rows[places[0]]))
-        wanted = None if targets is None else torch.from_numpy(targets[places])
-        got = self._make(self._run, entered, wanted)
-        m, values = len(some.rows), got.maps.numpy()
-        maps = np.full((m, *values.shape[1:]), np.nan, np.float32)
-        chosen = np.full(m, -1, np.int32)
-        columns = {
-            name: np.full(m, np.nan, np.float32) for name in ("scores", "shares", *got.columns)
-        }
-        finite = np.isfinite(values).reshape(len(values), -1).all(1)
-        finite &= np.isfinite(got.scores.numpy())
-        for i, place in enumerate(places):
-            if not finite[i]:
-                part.reasons[place] = "ModelError: its score or its map is not finite"
-                continue
-            maps[place], chosen[place] = values[i], got.targets[i]
-            for name, one in {"scores": got.scores, "shares": got.shares, **got.columns}.items():
-                columns[name][place] = one[i]
-        part.arrays |= {"maps": maps, "targets": chosen}
-        part.arrays |= {f"columns/{name}": column for name, column in columns.items()}
-        at = f" at {self._facts['layer']}" if "layer" in self._facts else ""
-        title = f"{_random_words(some.model)}{_NAMES[some.method]} of {some.model.name}{at}"
-        good = [place for place in places if place not in part.reasons]
-        for place, sample in zip(good, _shown(some, good, samples.pictures), strict=True):
-            figure = overlays.overlay(
-                sample,
-                maps[place],
-                measured=_MEASURED[some.method],
-                is_signed=some.method in saliency.SIGNED,
-                title=title,
-                caption=_caption(some, int(chosen[place]), columns, place, samples),
-            )
-            figures.save(figure, folder / f"row-{sample.row}.png")
-        return part
-
-    def _set_up_by(self, some: _Plan, samples: _Samples) -> bool:
-        _targets(some, samples)
-        places, inputs = _good(samples)
-        if inputs is None:
-            return False
-        entered = self._enter(samples.normalize(inputs), int(some.rows[places[0]]))
-        self._make, self._facts = _maker(some, self._run, samples, entered, self._say)
-        self._classes = _as_classes(some, self._run, entered, self._say)
-        return True
-
-
-def _good(samples: _Samples) -> tuple[list[int], Tensor | None]:
-    """The places that have not failed, and what was read of them; None of none."""
-    kept = [i for i, place in enumerate(samples.places) if place not in samples.reasons]
-    if samples.inputs is None or not kept:
-        return [], None
-    return [samples.places[i] for i in kept], samples.inputs[kept]
-
-
-def _write_maps(plan: _Plan, parts: Iterable[_Part], folder: Path, attrs: Mapping[str, Any]) -> int:
-    """The file of all maps; how many samples failed."""
-    m = len(plan.rows)
-    reasons: dict[int, str] = {}
-    arrays: dict[str, Array] = {}
-    facts: dict[str, Any] = {}
-    for number, part in enumerate(parts):
-        before = number * plan.batch_size
-        reasons |= {before + place: reason for place, reason in part.reasons.items()}
-        facts = {**part.facts, **facts}
-        for name, one in part.arrays.items():
-            if name not in arrays:
-                empty = np.nan if one.dtype.kind == "f" else -1
-                arrays[name] = np.full((m, *one.shape[1:]), empty, one.dtype)
-            if one.shape[1:] != arrays[name].shape[1:]:
-                first = next(place for place in range(before, m) if place not in reasons)
-                raise ShapeError(
-                    f"the maps of row {plan.rows[first]} have shape {one.shape[1:]} "
-                    f"and {arrays[name].shape[1:]} before; bring all samples to one size"
-                )
-            arrays[name][before : before + len(one)] = one
-    _require_some(reasons, plan)
-    _say_failed(reasons, plan)
-    maps = arrays["maps"]
-    columns = {
-        name.removeprefix("columns/"): one
-        for name, one in arrays.items()
-        if name.startswith("columns/")
-    }
-    n_empty = int((~maps.reshape(m, -1).any(1)).sum())
-    if n_empty:
-        some = "its map is" if m == 1 else f"{n_empty:,} of {m:,} maps are"
-        log.warning("%s zero everywhere: nothing there raises the score", some)
-    if plan.method == "integrated_gradients":
-        _say_incomplete(plan, columns["completeness_error"])
-    status = np.full(m, Status.OK, np.uint8)
-    status[list(reasons)] = Status.FAILED
-    elsewhere = facts.pop("made_by", {})
-    store.write_maps(
-        folder / store.MAPS_NAME,
-        method=plan.method,
-        maps=maps,
-        ids=[plan.source.ids[row] for row in plan.rows],
-        rows=plan.rows,
-        status=status,
-        targets=arrays["targets"],
-        labels=arrays.get("labels"),
-        label_names=plan.source.label_names,
-        columns=columns,
-        attrs={**attrs, **facts, **elsewhere},
-    )
-    return len(reasons)
-
-
-def _require_target(plan: _Plan) -> None:
-    """Refuse a target that can be seen to be none before any pass.
-
-    Raises:
-        ConfigError: It is a list that is not one for each sample, or no name of a class, or there
-            are no labels.
-    """
-    target, m = plan.target, len(plan.rows)
-    if target is None or target == "predicted" or isinstance(target, int):
-        return
-    if not isinstance(target, str):
-        if len(target) != m:
-            raise ConfigError(
-                f"target lists {number_of(len(target), 'class', 'classes')} for "
-                f"{number_of(m, 'sample', 'samples')}; give one for all or one each"
-            )
-        return
-    names = plan.class_names or []
-    if target in names:
-        return
-    if target != "label":
-        (near,) = nearest(target, ["predicted", "label", *names], n=1)
-        many = f", a list of {m} numbers" if m > 1 else ""
-        by_name = (
-            f"the name of one of the {len(names):,} classes"
-            if names
-            else "a class by its name with classes=FILE"
-        )
-        raise ConfigError(
-            f"target={target!r} must be predicted, label, the number of a class{many}, or "
-            f"{by_name}; the nearest is {near}"
-        )
-    if plan.source.labels is None and not plan.source.labels_in_items:
-        raise ConfigError(
-            f"{plan.source.name} has no labels, so target=label says nothing; choose "
-            "target=predicted, or the number of a class"
-        )
-
-
-def _targets(plan: _Plan, samples: _Samples) -> Array | None:
-    """The class of each sample, shape ``(m,)``; None for what is predicted."""
-    target, m = plan.target, len(plan.rows)
-    if target is None or target == "predicted":
-        return None
-    if isinstance(target, str):
-        names = plan.class_names or []
-        if target in names:
-            return np.full(m, names.index(target), np.int64)
-        return _of_labels(samples)
-    if isinstance(target, int):
-        return np.full(m, target, np.int64)
-    return np.array(target, np.int64)
-
-
-def _of_labels(samples: _Samples) -> Array:
-    """The label of each sample; which class that is takes the scores to say."""
-    assert samples.labels is not None
-    targets = samples.labels.astype(np.int64)
-    for place in np.flatnonzero(targets < 0).tolist():
-        samples.reasons.setdefault(place, "DataError: it has no label, which target=label needs")
-    return targets
-
-
-def _as_classes(
-    plan: _Plan, run: saliency.Scored, inputs: Tensor, say: Callable[[str], None]
-) -> Array | None:
-    """The class that each label names, and -1 at the end; None where targets are classes."""
-    of_labels = plan.target == "label"
-    if plan.class_names is None and not of_labels:
-        return None
-    with torch.no_grad():
-        n_classes = run(inputs[:1]).shape[1]
-    known = class_of_label(
-        plan.source.label_names if of_labels else (),
-        plan.source.label_numbers,
-        plan.class_names,
-        n_classes=n_classes,
-        title=run.title,
-    )
-    if of_labels and known is None:
-        say("target=label: the label is the number of the class")
-    elif of_labels and known is not None:
-        words = numbered(plan.source.label_names, known)
-        say(f"target=label: as classes of {run.title} the labels are: {words}")
-    return None if known is None else np.append(known, -1)
-
-
-def _maker(
-    plan: _Plan,
-    run: saliency.Scored,
-    samples: _Samples,
-    inputs: Tensor,
-    say: Callable[[str], None],
-) -> tuple[Callable[..., saliency.Maps], dict[str, Any]]:
-    """The method as a function of a batch, and what it does, for the file."""
-    if plan.method in saliency.ON_LAYER:
-        layer = _layer(plan, run, inputs, say)
-        is_plus = plan.method == "gradcam++"
-
-        def at_layer(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
-            return saliency.gradcam(run, inputs, targets, layer=layer, plus_plus=is_plus)
-
-        return at_layer, {"layer": layer.point.name, "grid": layer.grid.words}
-    if plan.method in ("guided_backprop", "input_gradient"):
-        return getattr(saliency, plan.method), {}
-    value, baseline = _baseline(plan, samples, inputs, say)
-    if plan.method == "integrated_gradients":
-
-        def along(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
-            return saliency.integrated_gradients(
-                run,
-                inputs,
-                targets,
-                baseline=baseline,
-                steps=plan.steps,
-                batch_size=plan.batch_size,
-            )
-
-        return along, {"baseline": value, "steps": plan.steps}
-    side = min(inputs.shape[2:])
-    window = max(1, side // WINDOWS_ACROSS) if plan.window is None else plan.window
-    if window > side:
-        raise ConfigError(f"window={window} px is larger than the pictures, {side} px")
-    stride = max(1, window // 2) if plan.stride is None else plan.stride
-    if stride > window:
-        raise ConfigError(
-            f"stride={stride} px leaves pixels between windows of {window} px that nothing hides; "
-            f"choose at most stride={window}"
-        )
-    say(f"occlusion by squares of {window} px, each {stride} px from the next")
-
-    def hidden(run: saliency.Scored, inputs: Tensor, targets: Tensor | None) -> saliency.Maps:
-        return saliency.occlusion(
-            run,
-            inputs,
-            targets,
-            baseline=baseline,
-            window=window,
-            stride=stride,
-            batch_size=plan.batch_size,
-        )
-
-    return hidden, {"baseline": value, "window_px": window, "stride_px": stride}
-
-
-def _layer(
-    plan: _Plan, run: saliency.Scored, inputs: Tensor, say: Callable[[str], None]
-) -> saliency.Layer:
-    """The layer of a CAM, with its grid."""
-    one = inputs[:1]
-    network = saliency.look(run.module, one, title=run.title)
-    if plan.points is None:
-        point = parse_point(saliency.last_layer(run, network, one))
-    else:
-        (point,) = plan.points
-    with hooks.Capture(run.module, [point], only_here=True) as got, torch.no_grad():
-        run(one)
-        layer = saliency.as_layer(network, point, got[point.name], n=1)
-    say(f"layer: {point.name}, {layer.width:,} maps of {layer.grid.words}")
-    return layer
-
-
-def _baseline(
-    plan: _Plan, samples: _Samples, inputs: Tensor, say: Callable[[str], None]
-) -> tuple[float, Tensor]:
-    """What stands for nothing: as it is told, and as it enters."""
-    assert samples.inputs is not None
-    are_pixels = samples.inputs.dtype == torch.uint8
-    usual = GREY if plan.method == "occlusion" and are_pixels else 0.0
-    value = usual if plan.baseline is None else plan.baseline
-    if are_pixels and not 0 <= value <= 1:
-        raise ConfigError(f"baseline is a pixel from 0 (black) to 1 (white), not {value}")
-    flat = torch.full((1, *inputs.shape[1:]), value, dtype=torch.float32)
-    if are_pixels:
-        flat = samples.normalize(flat * 255)
-    say(f"baseline: {f'pixels of {value:g}' if are_pixels else f'{value:g} everywhere'}")
-    return value, flat.to(inputs.device)
-
-
-def _say_incomplete(plan: _Plan, error: Array) -> None:
-    far = np.flatnonzero(error > saliency.INCOMPLETE_FROM)
-    if len(far):
-        worst = int(far[np.argmax(error[far])])
-        log.warning(
-            "%s the difference of the scores by more than %.0f %%, %s by %.3g %%; "
-            "more steps than %s come nearer",
-            "its map misses" if len(error) == 1 else f"{len(far):,} of {len(error):,} maps miss",
-            100 * saliency.INCOMPLETE_FROM,
-            plan.source.ids[plan.rows[worst]],
-            100 * error[worst],
-            plan.steps,
-        )
-
-
-_NAMES = {
-    "guided_backprop": "Guided backpropagation",
-    "input_gradient": "Input gradient",
-    "gradcam": "Grad-CAM",
-    "gradcam++": "Grad-CAM++",
-    "integrated_gradients": "Integrated gradients",
-    "occlusion": "Occlusion",
-}
-_MEASURED = {
-    "guided_backprop": "largest guided gradient of the channels, absolute",
-    "input_gradient": "largest gradient of the channels, absolute",
-    "gradcam": "weighted sum of the maps",
-    "gradcam++": "weighted sum of the maps",
-    "integrated_gradients": "part in the score, sum over the channels",
-    "occlusion": "fall of the score where it is hidden",
-}
-
-
-def _caption(
-    plan: _Plan, target: int, columns: Mapping[str, Array], place: int, samples: _Samples
-) -> list[str]:
-    name = f" {plan.class_names[target]}" if plan.class_names is not None else ""
-    how = " (of the label)" if plan.target == "label" else " (chosen)"
-    if plan.target in (None, "predicted"):
-        how = ""
-    lines = [f"class {target}{name}{how}"]
-    score, share = columns["scores"][place], columns["shares"][place]
-    if np.isnan(share):
-        lines.append(f"score {score:.3g}")
-    else:
-        lines.append(
-            f"score {score:.3g}, softmax {share:.2g}" if score != share else f"score {score:.2f}"
-        )
-    if samples.labels is not None and samples.labels[place] >= 0:
-        label = int(samples.labels[place])
-        names = plan.source.label_names
-        lines.append(f"label {names[label] if len(names) else label}")
-    if "completeness_error" in columns:
-        error = 100 * columns["completeness_error"][place]
-        shown = "< 0.1" if error < 0.1 else f"{error:.2g}" if error < 100 else f"{error:,.0f}"
-        lines.append(f"completeness error {shown} %")
-    return lines
