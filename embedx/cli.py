@@ -1305,7 +1305,7 @@ def _project_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
     parent = path.parent.parent / store.EMBEDDINGS_NAME
     elsewhere = f"made of embeddings that are not beside it, id {attrs['parent'][:12]}"
     try:
-        if not store.are_there(parent) or store.open(parent).attrs["id"] != attrs["parent"]:
+        if not (store.are_there(parent) and store.open(parent).is_parent_of(attrs)):
             return elsewhere
     except StoreError:  # another file's damage
         return elsewhere

@@ -244,7 +244,7 @@ def _stored_scores(run: Embeddings) -> dict[str, dict[str, Any]]:
     """What ``evaluate`` has written beside a run, by the name of the layer or the map."""
     try:
         document = json.loads((run.path.parent / "scores.json").read_text(encoding="utf-8"))
-        if document["parent"] != run.attrs["id"]:
+        if not run.is_parent_of(document):
             return {}
         return {str(row["name"]): row for row in document["scores"] if "rows" in row}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -114,7 +114,7 @@ def evaluate(
         layer, _ = opened.rows(projection.attrs["layer"])
         table.append(_map_row(opened, projection, kept[layer]))
     path = opened.path.parent / "scores.json"
-    text = json.dumps({"parent": opened.attrs["id"], "scores": table}, indent=2) + "\n"
+    text = json.dumps({**opened.parentage, "scores": table}, indent=2) + "\n"
     replace_file(path, text.encode())
     lines = _table("embeddings", EMBEDDINGS_HEADS, embedded)
     lines += _map_tables(table[len(embedded) :], n_layers=len(names))

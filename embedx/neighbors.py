@@ -488,14 +488,13 @@ def layer_graph(
     Raises:
         ValueError: ``n_neighbors`` is not between 1 and n - 1.
     """
-    file_id = str(opened.attrs["id"])
     return cached_graph(
         opened.path.parent,
-        key=f"{file_id}/{layer}/ok{which}",
+        key=f"{opened.attrs['id']}/{layer}/ok{which}",
         rows=rows,
         n_neighbors=n_neighbors,
         metric=metric,
-        parent=file_id,
+        parentage=opened.parentage,
     )
 
 
@@ -506,7 +505,7 @@ def cached_graph(
     rows: Array | Matrix,
     n_neighbors: int,
     metric: Metric = "euclidean",
-    parent: str,
+    parentage: Mapping[str, str],
     exact: bool | None = None,
     seed: int = 0,
 ) -> Graph:
@@ -524,7 +523,7 @@ def cached_graph(
         rows: Shape ``(n, d)``, finite; of a :class:`Matrix` they are read only where needed.
         n_neighbors: k, less than n.
         metric: As for :func:`nearest_neighbors`.
-        parent: The id of the embeddings: when they are replaced, the file goes.
+        parentage: That of the embeddings: when they are replaced, the file goes.
         exact: As there.
         seed: As there.
 
@@ -532,7 +531,7 @@ def cached_graph(
         ValueError: ``n_neighbors`` is not between 1 and n - 1.
     """
     damaged: dict[Path, StoreError] = {}
-    about = {"revision": _REVISION, "key": key, "metric": metric, "parent": parent}
+    about = {"revision": _REVISION, "key": key, "metric": metric, **parentage}
 
     def place(is_exact: bool) -> tuple[Path, dict[str, Any]]:
         asked: dict[str, Any] = {**about, "exact": is_exact}

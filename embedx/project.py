@@ -145,13 +145,19 @@ def project(
     digest = settings_sha256(decides)
     folder = Path(out) if out else opened.path.parent / "projections"
     path = folder / f"{job.name}-{digest[:6]}.h5"
-    projection_id = hashlib.sha256(f"{opened.attrs['id']} {digest}".encode()).hexdigest()
+    of_rows = " ".join(opened.parentage.values())
+    projection_id = hashlib.sha256(f"{of_rows} {digest}".encode()).hexdigest()
     if path.exists() and not overwrite:
         present = store.open_projection(path)
         if present.attrs.get("id") == projection_id:
             log.info("%s is there already with these settings: nothing to do", path)
             _Elsewhere.remove(path)  # where it was killed when all was done but this
             return present
+        if present.attrs.get("parent") == opened.attrs["id"]:
+            raise StoreError(
+                f"{path} is a map of rows of {opened.path} that have been replaced since; make it "
+                "anew with overwrite=true"
+            )
         raise StoreError(
             f"{path} belongs to other embeddings (parent {str(present.attrs.get('parent'))[:12]}, "
             f"and {opened.path} is {opened.attrs['id'][:12]}); replace it with overwrite=true"
@@ -205,7 +211,7 @@ def project(
         "threads": n_threads(),
         **{key: _attr(value) for key, value in parameters.items()},
         "id": projection_id,
-        "parent": opened.attrs["id"],
+        **opened.parentage,
         "model": opened.attrs.get("model", ""),
         "data": opened.attrs.get("data", ""),
         "method": job.name,
@@ -468,9 +474,10 @@ class _Elsewhere(Work):
         self._path = path
         self._settings = {
             "embeddings": str(opened.path.resolve()),
-            "id": opened.attrs["id"],
+            **opened.parentage,
             "layer": job.layer,
             "fitted_to": str(job.fitted_to.path.resolve()),
+            "fitted_to_rows": job.fitted_to.parentage["parent_rows"],
             "place": "" if job.place is None else _name_of(job.place),
         }
 
@@ -541,11 +548,11 @@ def make_parts(settings: dict[str, Any], feed: Feed) -> None:
         StoreError: The embeddings are not those of the driver, or there is no space.
     """
     opened = store.open(settings["embeddings"])
-    if opened.attrs["id"] != settings["id"]:
+    if not opened.is_parent_of(settings):
         raise StoreError(
             f"{opened.path} has id {short(str(opened.attrs['id']), most=12)} here, and "
-            f"{short(settings['id'], most=12)} where the command was given; give all processes the "
-            "same files"
+            f"{short(settings['parent'], most=12)} where the command was given, or other rows; "
+            "give all processes the same files"
         )
     matrix = opened.rows(settings["layer"])[1]
     path = _beside(Path(settings["path"]), settings["kind"])
@@ -790,7 +797,7 @@ def _parent_of(source: Projection) -> Embeddings:
         path = folder / store.EMBEDDINGS_NAME
         if store.are_there(path):
             parent = store.open(path)
-            if parent.attrs["id"] == source.attrs["parent"]:
+            if parent.is_parent_of(source.attrs):
                 return parent
     raise DataError(
         f"transform_from={source.path}: the embeddings that it was fitted to (id "

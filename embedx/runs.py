@@ -185,8 +185,13 @@ def _fill(
         if store.partial_path(path).exists():
             begun = store.Embeddings(store.partial_path(path))
             first_pass = begun.attrs.get(MADE_BY_FIRST, "")
+            names = "the rows before", "those that follow"
+            if words := store.other_environment(*names, begun.attrs, attrs):
+                log.warning("%s", words)
         expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
         writer = store.resume(path, expected=expected)
+        if writer is not None:
+            _require_whole_batches(plan, writer)
     n_rows, before = len(plan.rows), plan.rows.start  # rows of the file, and those before it
     first_row = writer.rows_done if writer else 0
     of = f" of {title}" if title else ""
@@ -282,6 +287,23 @@ def _fill(
             return f"{plan.source.ids[waiting[0].start + place]}: {reason}"
         failing.pop_all()
         return _Filled(writer, progress.rate)
+
+
+def _require_whole_batches(plan: Plan, writer: store.Writer) -> None:
+    """Refuse to go on amid a batch, where a join was stopped: all others would be cut elsewhere.
+
+    Raises:
+        StoreError: The rows that are there end so; the writer is closed.
+    """
+    block = rows_together(plan.model, batch_size=plan.batch_size)
+    if writer.rows_done % block and writer.rows_done < writer.n_rows:
+        writer.close()
+        n = store.parts_number(writer.path)
+        how = f"go on with n_parts={n}" if n else "join them again"
+        raise StoreError(
+            f"{store.partial_path(writer.path)} is being joined of parts, {writer.rows_done:,} of "
+            f"{writer.n_rows:,} rows so far; {how}, or start anew with overwrite=true"
+        )
 
 
 def _require_one_kind(batch: Batch, has_pixels: bool, plan: Plan) -> None:

@@ -158,7 +158,7 @@ def search(
     writer = _Writer(
         folder=folder,
         about={
-            "parent": opened.attrs["id"],
+            **opened.parentage,
             "layer": rows.point,
             "metric": metric,
             "n_neighbors": n_neighbors,

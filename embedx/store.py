@@ -1888,6 +1888,20 @@ class Embeddings:
         checksums: Array = self._row_maps[1][: self.n_rows]
         return checksums
 
+    @functools.cached_property
+    def parentage(self) -> dict[str, str]:
+        """What is kept by a file that is made of these rows, for :meth:`is_parent_of`.
+
+        The ``id`` alone does not tell rows from those of the same run made again: a picture that
+        could not be read may be there now.
+        """
+        rows = hashlib.sha256(self.checksums().astype("<u4").tobytes()).hexdigest()
+        return {"parent": str(self.attrs["id"]), "parent_rows": rows}
+
+    def is_parent_of(self, about: Mapping[str, Any]) -> bool:
+        """Whether what says this of itself was made of these rows; others need not say of which."""
+        return {**self.parentage, **about}.items() >= self.parentage.items()
+
     def verify(self) -> list[int]:
         """Check the checksum of every committed row; returns the rows that do not match."""
         return _bad_rows(self._row_maps, slice(0, self.n_rows))
@@ -2116,7 +2130,7 @@ def other_environment(
         f"{one} and {other} were made with another {', '.join(keys)} "
         f"({', '.join(str(was.get(key)) for key in keys)} and "
         f"{', '.join(str(now.get(key)) for key in keys)}): the rows agree within rounding, and the "
-        "file says the one of the first part"
+        "file says the first"
     )
 
 
@@ -2533,7 +2547,7 @@ def projections_of(embeddings: Embeddings, chosen: Sequence[str] | None = None) 
     opened = []
     for path in once.values():
         projection = open_projection(path)
-        is_own = projection.attrs["parent"] == embeddings.attrs["id"]
+        is_own = embeddings.is_parent_of(projection.attrs)
         if not is_own and chosen is None:
             log.warning("%s was made of other embeddings: passed over", path)
             continue
@@ -2779,11 +2793,11 @@ def _described_projections(embeddings: Embeddings) -> dict[str, list[str]]:
     for name, path in _projection_files(embeddings).items():
         try:
             with _reading(path), _Skeleton(path) as skeleton:
-                parent = _projection_attrs(skeleton)["parent"]
+                attrs = _projection_attrs(skeleton)
         except StoreError as error:
             damaged.append(f"{name} ({error})")
             continue
-        if parent == embeddings.attrs["id"]:
+        if embeddings.is_parent_of(attrs):
             own.append(name)
         else:
             log.warning("%s was made of other embeddings: passed over", path)

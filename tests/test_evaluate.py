@@ -13,6 +13,7 @@ from sklearn.metrics import silhouette_score
 from sklearn.model_selection import StratifiedKFold
 from sklearn.neighbors import KNeighborsClassifier
 
+import embedx
 from embedx.errors import DataError, StoreError
 from embedx.evaluate import evaluate
 from embedx.project import project
@@ -51,7 +52,8 @@ def test_scores_equal_those_computed_without_embedx(tmp_path: Path) -> None:
     }
     table = evaluate(path)
     saved = json.loads((tmp_path / "scores.json").read_text())
-    assert saved == {"parent": "one", "scores": table}
+    assert saved == {**embedx.open(path).parentage, "scores": table}
+    assert saved["parent"] == "one"
     assert [row["name"] for row in table] == ["avgpool", "layer1.0", *sorted(maps)]
     for row in table:
         kind, layer = row["kind"], row["layer"]

@@ -224,8 +224,8 @@ def test_number_of_neighbours_out_of_range_is_refused(k: int, tmp_path: Path) ->
         graph.first(k)
     for _ in range(2):  # without a file and with one
         with pytest.raises(ValueError, match=f"n_neighbors must be 1 to 4, not {k}"):
-            cached_graph(tmp_path, key="x", rows=x, n_neighbors=k, parent="p")
-        cached_graph(tmp_path, key="x", rows=x, n_neighbors=1, parent="p")
+            cached_graph(tmp_path, key="x", rows=x, n_neighbors=k, parentage={"parent": "p"})
+        cached_graph(tmp_path, key="x", rows=x, n_neighbors=1, parentage={"parent": "p"})
 
 
 def test_queries_that_do_not_fit_are_refused() -> None:
@@ -298,7 +298,9 @@ def test_beyond_the_limit_the_search_is_approximate_unless_exact_is_asked_for(
 
     def cached(k: int, n: int = 300, **options: Any) -> Graph:
         rows = _rows("single", n, 3)
-        graph = cached_graph(tmp_path, key="x", rows=rows, n_neighbors=k, parent="p", **options)
+        graph = cached_graph(
+            tmp_path, key="x", rows=rows, n_neighbors=k, parentage={"parent": "p"}, **options
+        )
         assert graph.indices.shape == (n, k)
         return graph
 
@@ -345,7 +347,9 @@ class _Unread(Matrix):
 
 
 def _cached(folder: Path, rows: Array | Matrix, k: int = 5, **options: Any) -> Graph:
-    return cached_graph(folder, n_neighbors=k, **{"key": "x", "parent": "p", **options}, rows=rows)
+    return cached_graph(
+        folder, n_neighbors=k, **{"key": "x", "parentage": {"parent": "p"}, **options}, rows=rows
+    )
 
 
 def _same(graph: Graph, rows: Array, k: int, metric: Metric = "euclidean") -> bool:
@@ -378,7 +382,7 @@ def test_a_graph_is_computed_once_for_all_that_ask_for_no_more(
     assert _same(_cached(tmp_path, x[:30], 5, key="y"), x[:30], 5)
     assert _same(_cached(tmp_path, _Unread(x[:30]), 29, key="y"), x[:30], 29)
     assert _same(_cached(tmp_path, x[:20], 5, key="y"), x[:20], 5)
-    _cached(tmp_path, x, 5, parent="q")
+    _cached(tmp_path, x, 5, parentage={"parent": "q"})
     assert counted.asked == [100, 120, 100, 29, 19, 100]
 
 

@@ -573,6 +573,40 @@ def test_a_run_killed_while_it_joins_has_lost_nothing(
     assert whole.n_rows == N
 
 
+def test_a_join_that_was_killed_amid_a_batch_is_not_gone_on_with_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = extract(tmp_path / "whole")
+    for part in range(3):
+        extract(tmp_path / "run", n_parts=3, part=part)
+
+    def killed(writer: store.Writer, parts: Any) -> None:
+        first = next(iter(parts))
+        rows = {field.name: np.array(first.streamed[field.name][:6]) for field in writer.fields}
+        writer.append(rows, status=first.status[:6])
+        writer.commit()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "append_parts", killed)
+        with pytest.raises(KeyboardInterrupt):
+            extract(tmp_path / "run", n_parts=3)
+    with pytest.raises(StoreError, match=r"joined of parts, 6 of 43 rows so far; .*n_parts=3"):
+        extract(tmp_path / "run")
+    assert extract(tmp_path / "run", n_parts=3).path.read_bytes() == whole.path.read_bytes()
+
+
+def test_a_run_that_goes_on_in_another_environment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stopped_after(3), pytest.raises(Interrupted):
+        extract(tmp_path)
+    own = inputs.environment()
+    monkeypatch.setattr(inputs, "environment", lambda: {**own, "pillow": "0"})
+    extract(tmp_path)
+    assert "the rows before and those that follow were made with another pillow (" in caplog.text
+
+
 def test_a_run_begun_in_one_go_is_not_begun_again_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

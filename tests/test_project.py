@@ -13,8 +13,11 @@ import pytest
 from sklearn.manifold import trustworthiness
 
 from embedx import store
+from embedx.compare import compare
 from embedx.errors import ConfigError, DataError, StoreError
+from embedx.evaluate import evaluate
 from embedx.methods import METHODS, REVISIONS, Result, pca, tsne, umap
+from embedx.neighbors import layer_graph, nearest_neighbors
 from embedx.project import project
 from embedx.scores import knn_accuracy
 from tests.conftest import EXHAUSTIVE, embeddings_file, projection_file
@@ -397,6 +400,33 @@ def test_projection_of_other_embeddings_is_refused_until_overwritten(tmp_path: P
     assert str(caught.value).endswith("replace it with overwrite=true")
     assert stale.path.read_bytes() == before
     assert project(path, method="pca", overwrite=True).attrs["parent"] == "second"
+
+
+def test_what_was_made_of_rows_that_were_replaced_since_is_taken_for_none_of_the_new(
+    tmp_path: Path,
+) -> None:
+    x, labels = clusters(30)
+    path = embeddings_file(tmp_path, x, labels=labels, failed=[3, 7])
+    stale = store.open(path)  # in a notebook, or at work elsewhere
+    path.unlink()
+    embeddings_file(tmp_path, x, labels=labels, failed=[3, 8])  # the same run, made again
+    new = store.open(path)
+    made = project(stale, method="pca")
+    evaluate(stale)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    scores["scores"][0]["knn_accuracy"] = 0.125
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    assert made.attrs["parent"] == new.attrs["id"]
+    with pytest.raises(StoreError, match=r"of rows of .* that have been replaced since"):
+        project(path, method="pca")
+    assert store.projections_of(new) == []
+    assert store.describe(path)["projections"] == []
+    assert compare([tmp_path], out=tmp_path / "compared").table[0]["knn_accuracy"] == 1.0
+    assert np.flatnonzero(np.isnan(project(path, method="pca", overwrite=True).coords[:, 0])) == (
+        pytest.approx([3, 8])
+    )
+    graph = layer_graph(new, "avgpool", x[new.ok], n_neighbors=3, metric="euclidean")
+    assert np.array_equal(graph.indices, nearest_neighbors(x[new.ok], n_neighbors=3).indices)
 
 
 def test_damaged_projection_is_refused_in_one_line_until_overwritten(tmp_path: Path) -> None:
