@@ -24,6 +24,7 @@ class Seen:
     Attributes:
         n: How many samples went in.
         mask: Shape ``(n, t)``, which tokens are none of padding; None where all are.
+        strangers: What enters beside the mask and may be what a layer's tokens are of, by name.
         picture: Height and width of what entered; None where it is no picture.
         is_plain: Whether nothing is changed, to see what the hooks alone do.
         sizes: Of the axes of ablated layers, less the first.
@@ -32,6 +33,7 @@ class Seen:
 
     n: int = 0
     mask: Tensor | None = None
+    strangers: Sequence[str] = ()
     picture: tuple[int, int] | None = None
     is_plain: bool = False
     sizes: set[int] = dataclasses.field(default_factory=set)
@@ -130,6 +132,12 @@ class Ablation:
             assert self.value is not None
             chosen = torch.full_like(chosen, self.value)
         elif value.ndim == 3 and name != "channels":
+            if has_mask and seen.strangers:
+                raise ShapeError(
+                    f"ablate: by=mean at {self.at} averages over its tokens, and which of them are "
+                    f"padding is not known: {' and '.join(seen.strangers)} enters beside the mask, "
+                    "without one; use by=zero, or run that part of the model alone"
+                )
             mean = mean_token(value, mask=seen.mask if has_mask else None)[:, None]
             chosen = (mean if name == "tokens" else mean[..., index]).expand_as(chosen)
         else:

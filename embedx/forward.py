@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,15 @@ from embedx.passes import (
     undisturbed,
 )
 from embedx.points import Point
-from embedx.rows import Rows, not_finite, picture_size, require_float32, token_mask
+from embedx.rows import (
+    Rows,
+    not_finite,
+    picture_size,
+    require_float32,
+    strangers_to,
+    token_mask,
+    tokens_unknown,
+)
 from embedx.sources import Source
 from embedx.store import Array, Field, layer_name
 
@@ -318,6 +326,9 @@ class _Forward:
         self._is_checked = False
         self._is_looked_at = self._backward is None and not plan.ablated
         self._is_padding_checked = plan.model.tokenizer is None
+        self._may_stop_early = is_known and not plan.save_outputs and self._backward is None
+        self._whole: set[tuple[torch.Size, ...]] = set()  # shapes of inputs, less the samples
+        self._of_mask: set[str] = set()
 
     def __enter__(self) -> "_Forward":
         self._stack.callback(self._memory.end)
@@ -339,6 +350,9 @@ class _Forward:
             if not self._is_looked_at:
                 self._is_looked_at = True
                 self._look_first(inputs, labels, n=piece.size, seed=first)
+            # A whole pass of such shapes has shown that each layer runs once.
+            shapes = tuple(tensor.shape[1:] for tensor in tensors_of(inputs))
+            got.stops_early = self._may_stop_early and shapes in self._whole
             states = None if self._draws_none else _random_states(plan.device)
             output = self._run(inputs, labels, piece.size)
             if states is not None and _random_states(plan.device) != states:
@@ -358,16 +372,24 @@ class _Forward:
                 logits = _logits(output, plan.model.name, piece.size)
                 arrays["outputs/logits"] = logits
                 arrays["outputs/predicted"] = logits.argmax(1).astype(np.int32)
-            # The first pass was whole: it has shown that each layer runs once.
-            got.stops_early = self._is_known and not plan.save_outputs and self._backward is None
+            self._whole.add(shapes)
+            got.stops_early = self._may_stop_early
             if not self._is_checked and piece.size > 1:
                 self._is_checked = True
-                if piece.size in _other_sizes(inputs) | rows.other_sizes | self._seen.sizes:
+                by_chance = _other_sizes(inputs) | rows.other_sizes | self._seen.sizes
+                # A layer of the user's own may have one axis more, of codes or queries.
+                is_own = not self._is_known and not self._memory.first_pass
+                if is_own or piece.size in by_chance:
                     _require_samples_first(plan, got, rows, self._run, inputs, labels, n=piece.size)
             if not self._is_padding_checked:
                 self._is_padding_checked = _require_padding_unseen(
                     plan, got, rows, self._run, batch
                 )
+            if new := rows.masked - self._of_mask:
+                self._of_mask |= new
+                if self._seen.strangers:
+                    assert isinstance(inputs, dict)
+                    self._require_own_tokens(new, inputs, self._seen.strangers, seed=first)
         self._memory.say_of_zeros(batch)
         odd = not_finite(arrays)
         if self._backward is not None:
@@ -392,6 +414,7 @@ class _Forward:
         wants_mask = bool(rows.mask_takers or plan.ablated)
         mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
         rows.mask = None if mask is None else mask.to(plan.device)
+        self._seen.strangers = strangers_to(rows.mask, given)
         rows.picture = picture_size(tensors_of(inputs))
         return inputs
 
@@ -470,6 +493,40 @@ class _Forward:
             output = self._run(_copied(inputs), labels, n)
             _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
         seed_all(seed, plan.device)
+
+    def _require_own_tokens(
+        self, names: Collection[str], inputs: dict[str, Tensor], others: Sequence[str], *, seed: int
+    ) -> None:
+        """See that the tokens of layers are those of the mask, where others enter beside them.
+
+        Raises:
+            ShapeError: They are not, or both lead to the layer.
+        """
+        points = {
+            dataclasses.replace(point, what="input" if point.is_at_input else "output")
+            for point in self._plan.points
+            if point.name in names
+        }
+        changed = {name: _another(one) if name in others else one for name, one in inputs.items()}
+        found = []
+        self._got.remove()
+        with (
+            hooks.Capture(
+                self._plan.model.module,
+                list(points),
+                reduce=lambda _, activation: activation.float().mean(1),
+                only_here=True,
+            ) as got,
+            self._autocast(),
+        ):
+            for given in (inputs, changed):
+                seed_all(seed, self._plan.device)
+                run_model(self._plan.model.module, _copied(given), title=self._plan.model.name)
+                found.append({point.name: got[point.name].clone() for point in points})
+        self._got.set()
+        for name, rows in found[0].items():
+            if not _is_near(found[1][name], rows):
+                raise tokens_unknown(name, others)
 
 
 class _Memory:
@@ -618,6 +675,11 @@ def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
 def _copied(inputs: Inputs) -> Inputs:
     """A model may work in place on what enters it."""
     return mapped(inputs, torch.clone)
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """What may enter a model in the place of a tensor and is another everywhere."""
+    return 1 - tensor if tensor.is_floating_point() else (tensor == 0).to(tensor.dtype)
 
 
 def _asked_for(plan: Plan) -> str:

@@ -25,7 +25,7 @@ from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first
 from embedx.parts import append_parts
 from embedx.points import Point, resolve_points
 from embedx.pooling import Function, per_point
-from embedx.rows import Rows, not_finite, picture_size, token_mask
+from embedx.rows import Rows, not_finite, picture_size, strangers_to, token_mask
 from embedx.store import Array, Embeddings, Field, Status
 
 log = logging.getLogger("embedx")
@@ -141,6 +141,7 @@ class Recorder:
             self._rows.picture = picture_size(inputs.values())
             if self._rows.mask_takers:
                 self._rows.mask = token_mask(inputs, spellings=self._rows.spellings)
+                self._rows.strangers = strangers_to(self._rows.mask, inputs)
         self._has_begun = True
 
     @contextlib.contextmanager

@@ -31,6 +31,9 @@ class Rows:
     Attributes:
         mask: Shape ``(n, t)``, which tokens of the pass at hand are none of padding; None where
             all are.
+        masked: The points that have been pooled by such a mask.
+        strangers: What entered beside the mask and may be what a layer's tokens are of, by name: a
+            pooling that takes the mask is refused. Empty where that is found out otherwise.
         picture: Height and width of what entered the model; None where it is no picture.
         spellings: What masks of floats have meant so far, for :func:`token_mask`.
     """
@@ -45,6 +48,8 @@ class Rows:
         tokens: str | None = None,
     ) -> None:
         self.mask: Tensor | None = None
+        self.masked: set[str] = set()
+        self.strangers: Sequence[str] = ()
         self.picture: tuple[int, int] | None = None
         self.spellings: set[str] = set()
         self._points = list(points)
@@ -78,6 +83,10 @@ class Rows:
         assert chosen.function is not None
         is_own = chosen.code != ""
         mask = self.mask if chosen.takes_mask else None
+        if mask is not None:
+            self.masked.add(point.name)
+            if self.strangers:
+                raise tokens_unknown(point.name, self.strangers)
         if is_own:
             activation = activation.clone()
             mask = None if mask is None else mask.clone()
@@ -251,7 +260,7 @@ def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | No
             same of these in all passes; or there is another one, of other tokens.
     """
     _require_one_mask(inputs)
-    for name in ("attention_mask", "src_key_padding_mask", "key_padding_mask"):
+    for name in _MASKS[:3]:
         if isinstance(mask := inputs.get(name), Tensor):
             break
     else:
@@ -286,10 +295,46 @@ def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | No
     return mask == 0 if is_padding else mask != 0
 
 
+def strangers_to(mask: Tensor | None, inputs: Mapping[str, Any]) -> list[str]:
+    """What enters beside a mask ``(n, t)`` of one sequence and may have t tokens of its own.
+
+    Args:
+        mask: The mask; None where there is none.
+        inputs: What enters a model, by the names of its arguments.
+    """
+    if mask is None or mask.ndim != 2:
+        return []
+    has_own = any(isinstance(inputs.get(name), Tensor) for name in _OF_SECOND_SEQUENCES)
+    return [
+        name
+        for name, given in inputs.items()
+        if isinstance(given, Tensor)
+        and name not in _MASKS
+        and (
+            given.ndim > 3  # pictures, films
+            or name in _OF_SOUND
+            or (
+                name in _SECOND_SEQUENCES
+                and not has_own
+                and given.ndim > 1
+                and given.shape[1] == mask.shape[1]
+            )
+        )
+    ]
+
+
+def tokens_unknown(point: str, strangers: Sequence[str]) -> ShapeError:
+    """The error for a layer whose tokens may be those of the mask or those of something else."""
+    return ShapeError(
+        f"layer {point}: the mask of padding may not be of its tokens, for "
+        f"{' and '.join(strangers)} enters beside it, without a mask; choose a pooling that takes "
+        "none, such as pooling=cls or a function of your own, or run that part of the model alone"
+    )
+
+
 def _require_one_mask(inputs: Mapping[str, Any]) -> None:
     """Refuse the masks of an encoder and a decoder that differ: a layer may be of either."""
-    names = ("attention_mask", "src_key_padding_mask", "key_padding_mask", *_OF_OTHER_TOKENS)
-    masks = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
+    masks = {name: inputs[name] for name in _MASKS if isinstance(inputs.get(name), Tensor)}
     others = [name for name in masks if name in _OF_OTHER_TOKENS]
     if not others:
         return
@@ -305,8 +350,12 @@ def _require_one_mask(inputs: Mapping[str, Any]) -> None:
         )
 
 
+_OF_SECOND_SEQUENCES = ("decoder_attention_mask", "tgt_key_padding_mask")
 _OF_OTHER_TOKENS = (
-    *("decoder_attention_mask", "encoder_attention_mask"),
-    *("tgt_key_padding_mask", "memory_key_padding_mask"),
+    *_OF_SECOND_SEQUENCES,
+    *("encoder_attention_mask", "memory_key_padding_mask"),
 )
+_MASKS = ("attention_mask", "src_key_padding_mask", "key_padding_mask", *_OF_OTHER_TOKENS)
+_SECOND_SEQUENCES = ("decoder_input_ids", "decoder_inputs_embeds", "labels", "tgt")
+_OF_SOUND = ("input_features", "input_values")
 _LEAVES_NOTHING = -100  # exp of it, beside that of 0

@@ -1529,3 +1529,133 @@ def test_a_collate_fn_that_fills_up_by_label_is_refused(tmp_path: Path) -> None:
     loader = DataLoader(Labelled(), batch_size=8, collate_fn=known)
     with pytest.raises(ConfigError, match="of its own, or leaves some out"):
         embedx.extract(linear(6, 5), loader, layers="0", out=tmp_path)
+
+
+# --------------------------------------------------------------------------- a fifth hour
+
+
+def translated(n: int = 6, t: int = 7) -> list[dict[str, Tensor]]:
+    """Pairs of sequences of one length, of which the first is padded and has a mask."""
+    rng = torch.Generator().manual_seed(0)
+    items = []
+    for i in range(n):
+        mask = (torch.arange(t) < 3 + i % 3).long()
+        ids, others = torch.randint(2, 50, (2, t), generator=rng)
+        items.append({"input_ids": ids * mask, "attention_mask": mask, "decoder_input_ids": others})
+    return items
+
+
+def two_stacks() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 4}
+    config = transformers.T5Config(**small, num_layers=1, num_decoder_layers=1)
+    return transformers.T5Model(config).eval()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("pool", ["mean_token", "max_token", "auto"])
+def test_a_mask_counts_for_the_tokens_that_it_is_of_alone(pool: str, tmp_path: Path) -> None:
+    model, items = two_stacks(), translated()
+    norm = "{}.final_layer_norm"
+    with pytest.raises(ShapeError, match=r"decoder\.final.*for decoder_input_ids enters beside it"):
+        embedx.extract(model, items, layers=norm.format("decoder"), pooling=pool, out=tmp_path)
+    name = norm.format("encoder")
+    run = embedx.extract(model, items, layers=name, pooling=pool, out=tmp_path, batch_size=4)
+    for row, item in zip(run.embeddings[name], items, strict=True):
+        kept = item["attention_mask"] == 1
+        with torch.no_grad():
+            alone = model.encoder(input_ids=item["input_ids"][kept][None])[0]  # type: ignore[operator]
+        wanted = alone[0].amax(0) if pool == "max_token" else alone[0].mean(0)
+        assert np.allclose(row, wanted, atol=1e-5)
+
+
+def test_a_mask_of_texts_is_none_of_the_pictures_beside_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2}
+    text = {**small, "vocab_size": 50, "max_position_embeddings": 10, "eos_token_id": 1}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={**small, "image_size": 12, "patch_size": 4}
+    )
+    model = transformers.CLIPModel(config).eval()
+    items = [
+        {**item, "pixel_values": noise(3, 12, 12, seed=i)}
+        for i, item in enumerate(translated(t=10))
+    ]
+    for item in items:
+        del item["decoder_input_ids"]
+    layers = [f"{kind}_model.encoder.layers.0" for kind in ("text", "vision")]
+    with pytest.raises(ShapeError, match=r"vision_model.*for pixel_values enters beside it"):
+        embedx.extract(model, items, layers=layers[1], out=tmp_path)
+    run = embedx.extract(model, items, layers=layers[0], pooling="mean_token", out=tmp_path)
+    whole = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    with torch.no_grad(), embedx.capture(model, layers[0]) as got:
+        model(**whole)
+    mask = whole["attention_mask"][:, :, None]
+    wanted = (got[layers[0]] * mask).sum(1) / mask.sum(1)
+    assert np.allclose(run.embeddings[layers[0]], wanted, atol=1e-5)
+    ablate = [{"at": layers[1], "units": [1], "by": "mean"}]
+    with pytest.raises(ShapeError, match="pixel_values enters beside the mask"):
+        embedx.extract(
+            model, items, layers="visual_projection", ablate=ablate, out=tmp_path / "ablated"
+        )
+
+
+def test_in_a_loop_a_mask_that_may_be_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    model, items = two_stacks(), translated()
+    batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    recorder = embedx.record(model, "decoder.final_layer_norm", out=tmp_path, pooling="mean_token")
+    with torch.no_grad():
+        with pytest.raises(ShapeError, match="decoder_input_ids enters beside it"):
+            model(**batch)
+        recorder.skip()
+        shorter = {**batch, "decoder_input_ids": batch["decoder_input_ids"][:, :4]}
+        with pytest.raises(ShapeError, match="the mask has shape"):
+            model(**shorter)
+    recorder.close()
+
+
+class Prototypes(nn.Module):
+    """What its layer gives has 16 entries, whatever enters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.key = nn.Linear(10, 6), nn.Linear(6, 6)
+        self.prototypes = nn.Parameter(noise(16, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.enter(x) @ self.key(self.prototypes).T  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("n", [15, 16])
+def test_as_many_entries_as_samples_are_no_samples(n: int, tmp_path: Path) -> None:
+    model, x = Prototypes().eval(), noise(32, 10)
+    given: dict[str, Any] = {"batch_size": n, "out": tmp_path}
+    with pytest.raises(ShapeError, match=r"16.*for (2|15) samples"):
+        embedx.extract(model, x, layers="key", **given)
+    ablate = [{"at": "key", "units": 1}]
+    with pytest.raises(ShapeError, match=r"16.*for (2|15) samples"):
+        embedx.extract(model, x, layers="enter", ablate=ablate, **given)
+    assert embedx.extract(model, x, layers="enter", **given).n_rows == 32
+
+
+def test_a_layer_that_runs_more_often_for_longer_texts_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.BertConfig(
+        **small, vocab_size=50, num_hidden_layers=1, chunk_size_feed_forward=4
+    )
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    items = [{"input_ids": torch.arange(2, 6 if i < 4 else 10)} for i in range(8)]
+    with pytest.raises(LayerError, match=r"rows 4 to 7: .*ran 2 times in one pass"):
+        embedx.extract(
+            model,
+            items,
+            layers="encoder.layer.0.intermediate",
+            pooling="mean_token",
+            batch_size=4,
+            out=tmp_path,
+        )
