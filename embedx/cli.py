@@ -624,8 +624,10 @@ def _run_job(sweep: _Sweep, config: Any) -> None:
     shown = " ".join(word.lstrip("+") for word in words)
     log.info("%s", shown if is_apart else f"job {number}: {shown}")
     alone = _command(sweep.stage, *_config_dir_words(), *map(shlex.quote, words))
-    sweep.note(number, state="begun", command=alone)
+    place = _place(sweep.stage, config)
+    sweep.note(number, state="begun", command=alone, place=place)
     try:
+        _require_own_place(sweep, number)
         _call_stage(sweep.stage, config)
     except Interrupted as error:
         if is_apart:
@@ -639,9 +641,39 @@ def _run_job(sweep: _Sweep, config: Any) -> None:
             traceback.print_exc()
             reason = error
         about = short(f"{type(reason).__name__}: {reason}", most=2000)
-        sweep.note(number, state="failed", command=alone, error=about)
+        sweep.note(number, state="failed", command=alone, place=place, error=about)
     else:
-        sweep.note(number, state="done", command=alone)
+        sweep.note(number, state="done", command=alone, place=place)
+
+
+def _place(stage: str, config: Any) -> str:
+    """Where a job replaces what is there, as it was typed; empty where it replaces nothing."""
+    from omegaconf import OmegaConf
+
+    values = {key: OmegaConf.select(config, key) for key in ("overwrite", "out", "name")}
+    replaces = stage == "export" or (stage in _ONE_FOLDER and values["overwrite"])
+    key = next((key for key in ("out", "name") if values[key] is not None), None)
+    return f"{key}={values[key]}" if replaces and key else ""
+
+
+_ONE_FOLDER = ("extract", "run", "explain")  # of which a job fills a folder of its own
+
+
+def _require_own_place(sweep: _Sweep, number: int) -> None:
+    """Refuse a job that would replace what another of the same sweep makes.
+
+    Raises:
+        ConfigError: Another one was told to write where it is.
+    """
+    notes = sweep.notes()
+    place = notes[number].get("place", "")
+    others = [other for other, note in notes.items() if place and note.get("place") == place]
+    if first := [other for other in others if other != number]:
+        how = "" if sweep.stage == "export" else ", or leave overwrite=true out"
+        raise ConfigError(
+            f"job {first[0]} of this sweep writes to {place} too, and one would replace what the "
+            f"other has made; give each its own, such as {place}-${{hydra:job.num}}{how}"
+        )
 
 
 def _set_apart(prefix: str) -> None:

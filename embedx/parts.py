@@ -503,7 +503,7 @@ def append_parts(writer: Writer, parts: Iterable[Embeddings]) -> None:
                 f"{part.path}: row {bad[0]} ({part.ids[bad[0]]}) does not match its checksum, and "
                 "the parts cannot be joined; remove it to have it made anew, if it is of extract"
             )
-        listed = store.read_reasons(part.path.with_name(store.EMBEDDINGS_NAME))
+        listed = store.read_reasons(part.path)
         reasons = {one["row"]: one["reason"] for one in listed}
         for start in range(0, part.n_rows, block):
             rows = slice(start, min(start + block, part.n_rows))

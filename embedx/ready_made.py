@@ -78,7 +78,9 @@ def opened(given: Given) -> Embeddings:
     else:
         assert not isinstance(given, Embeddings)
         path = Path(given).expanduser()
+        mark = _mark(path)
         vectors = _of_parquet(path) if path.suffix.lower() == ".parquet" else _of_file(path)
+        vectors = dataclasses.replace(vectors, is_as_it_was=lambda: _mark(path) == mark)
     return _copied(vectors)
 
 
@@ -99,6 +101,7 @@ class _Vectors:
         labels: Indices ``(n,)`` and their names, or None.
         metadata: Columns.
         notes: What was found and passed over.
+        is_as_it_was: Whether the file is still the one of which this is known.
     """
 
     name: str
@@ -112,6 +115,7 @@ class _Vectors:
     labels: tuple[Array, list[str]] | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    is_as_it_was: Callable[[], bool] = lambda: True
 
     def rows(self) -> Iterator[tuple[Array, dict[int, str]]]:
         """The rows as they are stored, and why some of a block fail."""
@@ -125,6 +129,15 @@ class _Vectors:
                 rows = rows.copy()
                 rows[list(bad)] = np.nan
             yield rows, bad
+
+
+def _mark(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file that is replaced or written."""
+    try:
+        about = path.stat()
+    except OSError:  # which is told where it is read
+        return None
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 # --------------------------------------------------------------------------- the copy
@@ -141,6 +154,9 @@ def _copied(vectors: _Vectors) -> Embeddings:
             f"every one of the {vectors.n:,} rows of {vectors.title} has numbers that are missing "
             "or not finite; give others"
         )
+    of_rows = digest.hexdigest()
+    if not vectors.is_as_it_was():
+        raise _changed(vectors)
     labels = None if vectors.labels is None else [vectors.labels[0].tolist(), vectors.labels[1]]
     columns = {
         name: [str(getattr(column, "dtype", "text")), *map(str, column)]
@@ -160,7 +176,7 @@ def _copied(vectors: _Vectors) -> Embeddings:
         with waiting_lock(folder / MODEL, work=f"copies {vectors.title} into {folder}"):
             if path.exists():  # by another, meanwhile
                 return _present(path, file_id, vectors)
-            _write(path, file_id, vectors, n_failed)
+            _write(path, file_id, vectors, n_failed, of_rows=of_rows)
     except OSError as error:
         if is_new:
             with contextlib.suppress(OSError):  # not empty
@@ -169,6 +185,12 @@ def _copied(vectors: _Vectors) -> Embeddings:
             raise
         raise StoreError(f"cannot write {folder}: {error.strerror}; work elsewhere") from None
     return store.open(path)
+
+
+def _changed(vectors: _Vectors) -> DataError:
+    return DataError(
+        f"{vectors.title} was changed while it was read; run again when whoever writes it is done"
+    )
 
 
 def _present(path: Path, file_id: str, vectors: _Vectors) -> Embeddings:
@@ -182,7 +204,12 @@ def _present(path: Path, file_id: str, vectors: _Vectors) -> Embeddings:
     return present
 
 
-def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int) -> None:
+def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int, *, of_rows: str) -> None:
+    """Copy the rows, whose SHA-256 the id was made of: they are read again, and held to it.
+
+    Raises:
+        DataError: They are others by now; what was copied is taken away.
+    """
     for note in vectors.notes:
         log.info("%s", note)
     ids = vectors.ids or [str(i) for i in range(vectors.n)]
@@ -204,7 +231,9 @@ def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int) -> None:
     )
     with contextlib.closing(writer):
         first_row, start = writer.rows_done, 0
+        digest = hashlib.sha256()
         for rows, bad in vectors.rows():
+            digest.update(rows.tobytes())
             stop = start + len(rows)
             skip = min(max(0, first_row - start), len(rows))
             status = np.full(len(rows), Status.OK, np.uint8)
@@ -219,6 +248,9 @@ def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int) -> None:
                 },
             )
             start = stop
+        if digest.hexdigest() != of_rows or not vectors.is_as_it_was():
+            writer.discard()
+            raise _changed(vectors)
         writer.finish()
     log.info(
         "copied %s into %s: %s rows, %s failed, %s (%s %s)",

@@ -269,6 +269,11 @@ def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | No
     if mask.dtype != torch.bool and mask.numel():
         lowest, highest = mask.min(), mask.max()
         is_float = mask.is_floating_point()
+        if is_float and not is_padding and lowest == highest == 0 and not spellings:
+            raise ShapeError(
+                f"{name} is of floats that are zeros alone: padding alone, if 1 is a token, or no "
+                "padding, if it is added to attention; give true and false"
+            )
         is_added = lowest < 0 or (
             is_float and (is_padding or (highest == 0 and "1 and 0" not in spellings))
         )

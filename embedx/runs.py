@@ -50,7 +50,16 @@ from embedx.parts import (
 from embedx.pictures import whole_pictures
 from embedx.progress import Progress
 from embedx.sources import Shards, Source
-from embedx.store import MADE_BY_FIRST, Embeddings, Field, PartKind, Parts, PartsFound, Status
+from embedx.store import (
+    ENTERED,
+    MADE_BY_FIRST,
+    Embeddings,
+    Field,
+    PartKind,
+    Parts,
+    PartsFound,
+    Status,
+)
 
 log = logging.getLogger("embedx")
 
@@ -81,7 +90,13 @@ def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwr
                 f"every one of the {len(plan.source):,} rows failed; the first, {filled}"
             )
         with contextlib.closing(filled.writer):
-            _put_in_place(filled.writer, config=config, replaced=replaced, is_joined=False)
+            _put_in_place(
+                filled.writer,
+                file_id=str(attrs["id"]),
+                config=config,
+                replaced=replaced,
+                is_joined=False,
+            )
         if stop.number:  # too late for this file, in time for what would follow
             raise Interrupted(
                 f"stopped by {stop.name} when {path} was complete", signal_number=stop.number
@@ -109,7 +124,7 @@ def _id_of(path: Path) -> str | None:
 
 
 def _put_in_place(
-    writer: store.Writer, *, config: str, replaced: str | None, is_joined: bool
+    writer: store.Writer, *, file_id: str, config: str, replaced: str | None, is_joined: bool
 ) -> None:
     """Give a file with all its rows its name, and take away what it replaces.
 
@@ -119,7 +134,8 @@ def _put_in_place(
     path = writer.path
     if writer.n_failed == writer.n_rows:
         writer.commit()
-        reasons = [one["reason"] for one in store.read_reasons(path)]
+        partial = store.partial_path(path)
+        reasons = [one["reason"] for one in store.read_reasons(partial)]
         writer.discard()
         _remove_if_empty(path.parent)
         raise DataError(
@@ -130,7 +146,8 @@ def _put_in_place(
     replace_file(path.with_name("config.yaml"), config.encode())
     if replaced is not None:
         store.remove_derived(path.parent, replaced)
-    if not is_joined:  # parts that are there it replaces; of its own it is not made
+    if not is_joined:  # of its own parts it is not made, and nothing of less than all its rows
+        store.remove_derived(path.parent, file_id, is_replaced=False)
         store.remove_parts(path)
     writer.finish()
 
@@ -185,6 +202,7 @@ def _fill(
         if store.partial_path(path).exists():
             begun = store.Embeddings(store.partial_path(path))
             first_pass = begun.attrs.get(MADE_BY_FIRST, "")
+            attrs = {**attrs, **{key: begun.attrs[key] for key in (ENTERED,) if key in begun.attrs}}
             names = "the rows before", "those that follow"
             if words := store.other_environment(*names, begun.attrs, attrs):
                 log.warning("%s", words)
@@ -217,9 +235,6 @@ def _fill(
         worker_init_fn=start_worker,
         pin_memory=plan.device.type == "cuda",
     )
-    has_pixels: bool | None = None  # as the first batch has them, or a file with miniatures
-    if writer is not None and plan.thumbnails and plan.source.collate is None:
-        has_pixels = any(field.name == "thumbnails" for field in writer.fields)
     waiting: list[Batch] = []  # bad batches before the first good one: the shapes are not known
     with workers_said(plan.num_workers), contextlib.ExitStack() as stack:
         failing = stack.enter_context(contextlib.ExitStack())
@@ -245,8 +260,8 @@ def _fill(
                     "such rows: on_error=skip"
                 )
             if batch.pieces:
-                has_pixels = batch.are_pixels if has_pixels is None else has_pixels
-                _require_one_kind(batch, has_pixels, plan)
+                attrs = {**attrs, ENTERED: attrs.get(ENTERED, _kind(batch))}
+                _require_one_kind(batch, str(attrs[ENTERED]), plan)
             done: list[tuple[Piece, Results]] = []
             for piece in batch.pieces:
                 if stop.number and done:  # a window of texts may take minutes
@@ -306,17 +321,20 @@ def _require_whole_batches(plan: Plan, writer: store.Writer) -> None:
         )
 
 
-def _require_one_kind(batch: Batch, has_pixels: bool, plan: Plan) -> None:
+def _kind(batch: Batch) -> str:
+    return "pictures" if batch.are_pixels else "tensors"
+
+
+def _require_one_kind(batch: Batch, before: str, plan: Plan) -> None:
     """Refuse pictures after tensors, or tensors after pictures: they enter by other ways.
 
     Raises:
         ShapeError: A batch has the one, and those before it the other.
     """
-    if batch.are_pixels != has_pixels:
-        kind, others = ("pictures", "tensors") if batch.are_pixels else ("tensors", "pictures")
+    if (kind := _kind(batch)) != before:
         raise ShapeError(
             f"the samples from {plan.source.ids[batch.start]} on are {kind}, and those before are "
-            f"{others}; give all samples as the same"
+            f"{before}; give all samples as the same"
         )
 
 
@@ -531,7 +549,8 @@ class _Made(PartsFound):
             fields = None if alone else self.fields
             common = {} if fields is None else self.common
             if number not in self.late:  # it says by itself what it is made by
-                common = {key: value for key, value in common.items() if key == MADE_BY_FIRST}
+                of_first = (MADE_BY_FIRST, ENTERED)
+                common = {key: value for key, value in common.items() if key in of_first}
             filled = _fill(
                 plan,
                 part,
@@ -739,7 +758,8 @@ def _join(made: _Made, cuts: Cuts, *, config: str) -> store.Writer:
     writer = cuts.create(made)
     with contextlib.closing(writer):
         append_parts(writer, made.opened())
-        _put_in_place(writer, config=config, replaced=replaced, is_joined=True)
+        of = str(made.attrs["id"])
+        _put_in_place(writer, file_id=of, config=config, replaced=replaced, is_joined=True)
     store.remove_parts(path)
     return writer
 

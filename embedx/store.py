@@ -715,10 +715,16 @@ def remove_export(folder: Path) -> bool:
     return is_ours
 
 
-def remove_derived(folder: Path, file_id: str) -> None:
+def remove_derived(folder: Path, file_id: str, *, is_replaced: bool = True) -> None:
     """Remove what was made of the embeddings with this id, and nothing that somebody else made.
 
     What was removed is logged.
+
+    Args:
+        folder: Where they lie.
+        file_id: Their id.
+        is_replaced: Whether the file that lay there goes, and with it what does not say which
+            embeddings it is of: pictures, exports.
     """
     removed: list[str] = []
 
@@ -731,7 +737,7 @@ def remove_derived(folder: Path, file_id: str) -> None:
             if open_projection(file).attrs["parent"] == file_id:
                 remove(file)
     for parts in sorted((folder / "projections").glob("*.parts")):  # of a map that was not ended
-        if (parts / _PARTS_MARK).is_file():
+        if is_replaced and (parts / _PARTS_MARK).is_file():
             shutil.rmtree(parts, ignore_errors=True)
             removed.append(parts.name)
     for file in sorted(folder.glob("neighbors-*.h5")):
@@ -748,7 +754,8 @@ def remove_derived(folder: Path, file_id: str) -> None:
         for suffix, mark in PICTURE_MARKS.items()
         for path in sorted(folder.glob(f"{kind}*{suffix}"))
     ]
-    for path, mark in [*marked, (folder / "report.html", REPORT_MARK)]:
+    unnamed = [*marked, (folder / "report.html", REPORT_MARK)] if is_replaced else []
+    for path, mark in unnamed:
         with contextlib.suppress(OSError), path.open("rb") as opened:
             if mark in opened.read(4096):
                 remove(path)
@@ -757,9 +764,9 @@ def remove_derived(folder: Path, file_id: str) -> None:
             for suffix in (".csv", ".png", ".json"):
                 if findings.with_suffix(suffix).exists():
                     remove(findings.with_suffix(suffix))
-    if remove_export(folder / "projector"):
+    if is_replaced and remove_export(folder / "projector"):
         removed.append("projector")
-    for table in map(folder.joinpath, EXPORT_TABLES):
+    for table in map(folder.joinpath, EXPORT_TABLES if is_replaced else ()):
         with contextlib.suppress(OSError):
             if is_export_table(table):
                 remove(table)
@@ -781,9 +788,12 @@ def findings_parent(path: Path) -> str | None:
     return str(document.get("parent")) if is_ours else None
 
 
+_PARTIAL = ".partial"
+
+
 def partial_path(path: Path) -> Path:
     """The name of ``path`` while it is being written."""
-    return path.with_name(path.name + ".partial")
+    return path.with_name(path.name + _PARTIAL)
 
 
 def _discard_partial(path: Path) -> None:
@@ -986,13 +996,15 @@ def read_reasons(path: Path, *, ids: Mapping[int, str] | None = None) -> list[di
     """The failed rows of the latest run: dicts of ``row``, ``id`` and ``reason``.
 
     Args:
-        path: The file of embeddings that they are listed beside.
+        path: The file of embeddings that they are listed beside; of a ``.partial``, those of the
+            run that is writing it.
         ids: The rows of the file that failed, with their ids: a line that says otherwise is none
             of ours. None takes every line.
     """
-    listing = _running_errors_path(path)
-    if not listing.exists():
-        listing = errors_path(path)
+    listing = errors_path(path)
+    is_running = path.name.endswith(_PARTIAL)
+    if is_running and (running := _running_errors_path(path)).exists():
+        listing = running
     if not listing.is_file():
         return []
     reasons: dict[int, dict[str, Any]] = {}
@@ -1312,7 +1324,7 @@ def resume(
         listing = _running_errors_path(path)
         if listing.exists():
             own = dict(zip(failed.tolist(), names, strict=True))
-            if kept := read_reasons(path, ids=own):
+            if kept := read_reasons(partial, ids=own):
                 replace_file(listing, _reason_lines(kept), disk=disk)
             else:
                 disk.remove(listing)
@@ -2000,7 +2012,8 @@ class PartReader:
 
 
 MADE_BY_FIRST = "made_by_first_pass"
-_MADE_BY = ("batch_size", "device", "environment", MADE_BY_FIRST)
+ENTERED = "entered"  # "pictures" by the preprocessing, or "tensors" as they are
+_MADE_BY = ("batch_size", "device", "environment", ENTERED, MADE_BY_FIRST)
 
 
 class PartsFound:
@@ -2086,6 +2099,12 @@ class PartsFound:
                 f"{where}: {one} and {other} are of a model that made itself something else in the "
                 "first pass of each (a layer, a centre), so their rows are those of two models; "
                 "run it without n_parts, or run the model once on one fixed example before"
+            )
+        was, now = self.common.get(ENTERED), made_by.get(ENTERED)
+        if was != now:
+            raise ShapeError(
+                f"{where}: the samples of {one} are {was}, and those of {other} are {now}; give "
+                "all samples as the same"
             )
         assert self.fields is not None
         for was, now in itertools.zip_longest(self.fields, fields):
@@ -2177,7 +2196,10 @@ class Parts(Embeddings):
         first: Embeddings | None = None
         for number in sorted(number for number, size in found.sizes.items() if size):
             file = part_path(path, number)
-            stamp = _stamp(os.stat(file))
+            try:
+                stamp = _stamp(os.stat(file))
+            except FileNotFoundError:
+                raise _replaced(file) from None
             part = Embeddings(file)
             first = first or part
             self._files.append((file, stamp))
@@ -2355,7 +2377,12 @@ def open(path: str | os.PathLike[str] | Embeddings) -> Embeddings:
     if isinstance(path, Embeddings):
         return path
     if (unjoined := _unjoined(Path(path))) is not None:
-        return Parts(unjoined)
+        try:
+            return Parts(unjoined)
+        except StoreError:
+            if _unjoined(Path(path)) is not None:
+                raise
+            # They were joined while they were opened.
     found = find_embeddings(path)
     if Path(path).is_dir() and parts_replace(found):
         log.warning(

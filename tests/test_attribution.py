@@ -1507,11 +1507,15 @@ def test_pictures_after_tensors_are_refused(
     refused = pytest.raises(ShapeError, match="the samples from 4 on are (pictures|tensors), and")
     with refused:
         embedx.extract(described, Mixed(), out=tmp_path / "a", **given)
-    if thumbnails:  # by which a run that goes on sees what the rows before were
-        with cut_after(4, monkeypatch), pytest.raises(KeyboardInterrupt):
-            embedx.extract(described, Mixed(), out=tmp_path / "b", **given)
-        with refused:
-            embedx.extract(described, Mixed(), out=tmp_path / "b", **given)
+    with cut_after(4, monkeypatch), pytest.raises(KeyboardInterrupt):
+        embedx.extract(described, Mixed(), out=tmp_path / "b", **given)
+    with refused:
+        embedx.extract(described, Mixed(), out=tmp_path / "b", **given)
+    for part in range(2):
+        embedx.extract(described, Mixed(), out=tmp_path / "c", n_parts=2, part=part, **given)
+    with pytest.raises(ShapeError, match="samples of part 0 of 2 are (pictures|tensors), and") as e:
+        embedx.extract(described, Mixed(), out=tmp_path / "c", n_parts=2, **given)
+    assert first in str(e.value)
 
 
 def test_a_collate_fn_that_fills_up_by_label_is_refused(tmp_path: Path) -> None:
@@ -1659,3 +1663,27 @@ def test_a_layer_that_runs_more_often_for_longer_texts_is_refused(tmp_path: Path
             batch_size=4,
             out=tmp_path,
         )
+
+
+def test_a_mask_of_floats_that_are_zeros_alone_says_nothing(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.layer(tokens)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    tokens = noise(4, 5, 3)
+    for token, padding in ((1.0, 0.0), (1.0, 1.0), (0.0, -1e9)):
+        mask = torch.tensor([token] * 3 + [padding] * 2)
+        items = [{"tokens": one, "attention_mask": mask} for one in tokens]
+        if padding == 0.0:
+            zeros = [{**one, "attention_mask": torch.zeros(5)} for one in items]
+            with pytest.raises(ShapeError, match="floats that are zeros alone"):
+                embedx.extract(Masked(), zeros, layers="layer", pooling="mean_token", out=tmp_path)
+        run = embedx.extract(
+            Masked(), items, layers="layer", pooling="max_token", out=tmp_path / str(padding)
+        )
+        assert run.ok.all()

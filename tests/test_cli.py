@@ -552,7 +552,8 @@ def test_stopping_in_the_last_batch_stops_the_sweep(
         "        super().__init__()\n"
         "        self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))\n"
         "    def forward(self, x):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        if len(x) > 2:\n"  # not where two samples are looked at alone
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
         "        return self.body(x)\n"
     )
     words = (

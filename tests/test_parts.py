@@ -607,6 +607,47 @@ def test_a_run_that_goes_on_in_another_environment_says_so(
     assert "the rows before and those that follow were made with another pillow (" in caplog.text
 
 
+def test_reasons_are_those_of_the_file_also_while_another_takes_its_place(tmp_path: Path) -> None:
+    run = extract(tmp_path, array(bad=(3, 5)))
+    with stopped_after(3), pytest.raises(Interrupted):
+        extract(tmp_path, array(bad=(3,)), overwrite=True)
+    assert [one["row"] for one in run.reasons()] == [3, 5]
+    begun = embedx.open(store.partial_path(run.path))
+    assert [one["row"] for one in begun.reasons()] == [3]
+
+
+def test_parts_that_are_joined_while_they_are_opened_are_opened_as_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in range(3):
+        extract(tmp_path, n_parts=3, part=part)
+    plain = store._all_parts
+
+    def joined(path: Path) -> Any:
+        found = plain(path)
+        monkeypatch.undo()
+        extract(tmp_path, n_parts=3)
+        return found
+
+    monkeypatch.setattr(store, "_all_parts", joined)
+    run = embedx.open(tmp_path)
+    assert not isinstance(run, store.Parts)
+    assert run.n_rows == N
+
+
+def test_what_was_made_of_some_rows_is_not_left_for_that_of_all(tmp_path: Path) -> None:
+    with stopped_after(6), pytest.raises(Interrupted):
+        extract(tmp_path)
+    embedx.evaluate(tmp_path / "embeddings.h5.partial")
+    embedx.search(tmp_path / "embeddings.h5.partial", sheet=0)
+    scores = tmp_path / "scores.json"
+    assert json.loads(scores.read_text())["scores"][0]["rows"] == 24
+    assert list(tmp_path.glob("neighbors*"))
+    extract(tmp_path)
+    assert not scores.exists()
+    assert not list(tmp_path.glob("neighbors*"))
+
+
 def test_a_run_begun_in_one_go_is_not_begun_again_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

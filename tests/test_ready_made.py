@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 import embedx
-from embedx import store
+from embedx import ready_made, store
 from embedx.errors import DataError, StoreError
 from embedx.ready_made import opened
 
@@ -201,6 +201,46 @@ store.Writer.append = once
 ready_made._BLOCK_BYTES = 700
 ready_made.opened("x.npy")
 """
+
+
+@pytest.mark.parametrize("when", ["_mark", "_copied", "_write"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    when: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez_compressed("x.npz", rows=ROWS, id=[f"a{i}" for i in range(len(ROWS))])
+    np.savez_compressed("y.npz", rows=-ROWS, id=[f"b{i}" for i in range(len(ROWS))])
+    plain, n_calls = getattr(ready_made, when), 0
+
+    def after(*args: Any, **given: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        before = plain(*args, **given) if when == "_mark" else None
+        if n_calls == 1:
+            os.replace("y.npz", "x.npz")
+        return before if when == "_mark" else plain(*args, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ready_made, when, after)
+        with pytest.raises(DataError, match="changed while it was read"):
+            opened("x.npz")
+    assert not list(here.glob("outputs/*/embeddings.h5*"))
+    run = opened("x.npz")
+    assert run.ids[0] == "b0"
+    assert np.array_equal(run.embeddings["rows"], -ROWS)
+
+
+def test_an_array_that_changes_while_it_is_copied_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, plain = ROWS.copy(), ready_made._write
+
+    def after(*args: Any, **given: Any) -> None:
+        rows[3] += 1
+        plain(*args, **given)
+
+    monkeypatch.setattr(ready_made, "_write", after)
+    with pytest.raises(DataError, match="changed while it was read"):
+        opened(rows)
 
 
 def test_a_copy_that_was_killed_goes_on_to_the_same_bytes(here: Path) -> None:

@@ -94,6 +94,30 @@ def test_a_job_that_failed_is_named_by_the_command_that_runs_it_alone(
     assert done.stat().st_mtime_ns == stamp
 
 
+def test_a_job_that_would_replace_what_another_of_its_sweep_makes_is_refused(
+    embedx_here: Here, tmp_path: Path
+) -> None:
+    words = (
+        "model=mobilenet_v3_small",
+        "model.weights=null",
+        "model.input_size=32",
+        "data.limit=4",
+    )
+    sweep = ("extract", "-m", *words, "model.seed=0,1", "name=same")
+    status, out, err = embedx_here(*sweep, "overwrite=true")
+    assert (status, out[-1]) == (1, "2 jobs: 1 done, 1 failed")
+    assert "job 0 of this sweep writes to name=same too" in err[-1]
+    first = store.open(tmp_path / "outputs" / "same")
+    assert embedx_here(*sweep[:-1], "name=run-${hydra:job.num}", "overwrite=true")[0] == 0
+    second = store.open(tmp_path / "outputs" / "run-1")
+    assert first.attrs["id"] == store.open(tmp_path / "outputs" / "run-0").attrs["id"]
+    assert second.attrs["id"] != first.attrs["id"]
+    export = ("export", "-m", "embeddings=outputs/run-0,outputs/run-1", "exporter=table")
+    status, out, err = embedx_here(*export, "out=all.csv")
+    assert (status, out[-1]) == (1, "2 jobs: 1 done, 1 failed")
+    assert "job 0 of this sweep writes to out=all.csv too" in err[-1]
+
+
 def test_a_widened_sweep_does_only_what_is_new(embedx_here: Here, home: Path) -> None:
     assert embedx_here(*SWEEP, "projection.random_state=1,2")[0] == 0
     before = maps(home)
