@@ -115,6 +115,7 @@ def evaluate(
         table.append(_map_row(opened, projection, kept[layer]))
     path = opened.path.parent / "scores.json"
     text = json.dumps({**opened.parentage, "scores": table}, indent=2) + "\n"
+    opened.require_there()
     replace_file(path, text.encode())
     lines = _table("embeddings", EMBEDDINGS_HEADS, embedded)
     lines += _map_tables(table[len(embedded) :], n_layers=len(names))

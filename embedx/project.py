@@ -82,7 +82,7 @@ def project(
     Args:
         embeddings: The file, its folder, or the opened file.
         method: ``pca``, ``tsne``, ``umap`` (the default), or a function ``(x, **parameters) ->
-            Result``, which is known by its name: after changing what it does, pass ``overwrite``.
+            Result``, of which the name and the code count.
         layer: The capture point; the first in the file where not given.
         pre_pca: Reduce the rows to so many principal components first; the scores still compare
             the map with the whole rows.
@@ -139,7 +139,8 @@ def project(
             target=target,
             parameters=parameters,
         )
-    decides = {**job.settings, **({"beside": job.beside} if job.beside else {})}
+    apart = {"beside": job.beside, "code": job.code}
+    decides = {**job.settings, **{key: value for key, value in apart.items() if value}}
     if job.name in REVISIONS and "function" not in job.settings:
         decides["revision"] = REVISIONS[job.name]
     digest = settings_sha256(decides)
@@ -220,6 +221,7 @@ def project(
         "settings": json.dumps(job.settings, sort_keys=True),
         **quality.scores,
     }
+    opened.require_there()  # what is made of it lies beside it, and is known by it
     store.write_projection(
         path,
         coords=coords,
@@ -276,6 +278,7 @@ class _Job:
         reduces: Whether the rows are summed for their principal components.
         beside: A hash of what another map holds that this one is made beside: made again under the
             same settings, it may hold something else.
+        code: A hash of a function that is none of ours.
     """
 
     name: str
@@ -288,6 +291,7 @@ class _Job:
     fitted_to: Embeddings
     reduces: bool = False
     beside: str = ""
+    code: str = ""
 
 
 def _usable(opened: Embeddings, layer: str | None) -> tuple[str, Array, Matrix]:
@@ -449,7 +453,14 @@ def _fitting(
         fitted_to=opened,
         reduces=pre_pca is not None or function is pca,
         beside="" if target is None else _content(target),
+        code=_code_of(function) if "function" in settings else "",
     )
+
+
+def _code_of(function: Callable[..., Any]) -> str:
+    from embedx.fingerprints import value_sha256  # it takes torch, which our own methods do not
+
+    return value_sha256(function)
 
 
 # --------------------------------------------------------------------------- by other processes

@@ -828,14 +828,22 @@ def remove_parts(path: Path, *, disk: DiskIO = DISK) -> None:
         StoreError: The disk refused.
     """
     doomed = _doomed_parts(path)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove_tree(doomed)
     if parts_folder(path).exists():
         # Some of the parts would look like a shorter recording.
         try:
             disk.rename(parts_folder(path), doomed)
         except OSError as error:
             raise disk_error(error, path, 0) from error
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove_tree(doomed)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder, or what a link leads to that was put in its place, and the link."""
+    if folder.is_symlink():
+        shutil.rmtree(folder.resolve(), ignore_errors=True)
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _doomed_parts(path: Path) -> Path:
@@ -1914,6 +1922,19 @@ class Embeddings:
         """Whether what says this of itself was made of these rows; others need not say of which."""
         return {**self.parentage, **about}.items() >= self.parentage.items()
 
+    def require_there(self) -> None:
+        """See that the file is still the one that was opened, before anything is put beside it.
+
+        Raises:
+            StoreError: It was moved, removed, or replaced by other rows.
+        """
+        is_same = are_there(self.path)
+        if is_same and self.complete:  # else there may be more rows by now
+            with contextlib.suppress(StoreError):
+                is_same = open(self.path).parentage == self.parentage
+        if not is_same:
+            raise _replaced(self.path)
+
     def verify(self) -> list[int]:
         """Check the checksum of every committed row; returns the rows that do not match."""
         return _bad_rows(self._row_maps, slice(0, self.n_rows))
@@ -2282,7 +2303,7 @@ def _stamp(about: os.stat_result) -> _Stamp:
 
 
 def _replaced(path: Path) -> StoreError:
-    return StoreError(f"{path} was joined, removed or replaced meanwhile; open it again")
+    return StoreError(f"{path} was joined, moved, removed or replaced meanwhile; open it again")
 
 
 @dataclasses.dataclass(frozen=True)

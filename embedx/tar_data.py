@@ -71,7 +71,7 @@ def webdataset(
         name=_run_name(places),
         names=names,
         fingerprint=digest.hexdigest(),
-        read=_Shards(tuple(places), tuple(names), item=item, label=label),
+        read=_Shards(tuple(places), tuple(names), tuple(found), item=item, label=label),
         limit=limit,
         notes=(f"{path}: {len(places):,} shards",),
         root=Path(places[0]).parent if "://" not in places[0] else None,
@@ -178,10 +178,11 @@ def _said(place: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """Gives one shard as a source, while the block lasts."""
+    """Gives one shard as a source, while the block lasts; it must be as it was listed."""
 
     places: tuple[str, ...]
     names: tuple[str, ...]
+    listed: tuple[tuple[Any, ...], ...]
     item: str
     label: str | None
 
@@ -190,6 +191,11 @@ class _Shards:
         place = self.places[number]
         with _said(place), _at_hand(place, scratch) as path:
             source = _source(path, self.names[number], item=self.item, label=self.label, most=most)
+            if _about(place) != self.listed[number]:
+                raise DataError(
+                    f"the shard {place} was changed after the run had listed it; run the same "
+                    "command again: what was made of it as it was is another run"
+                )
         try:
             yield source
         finally:

@@ -382,16 +382,17 @@ def test_a_map_made_again_is_scored_as_it_is_now(tmp_path: Path) -> None:
     labels = np.arange(60) % 2
     x = np.random.default_rng(0).normal(size=(60, 4)) + labels[:, None] * 9
     path = embeddings_file(tmp_path, x, labels=labels.tolist())
-    way = [1.0]
+    way = tmp_path / "way"  # which the code does not say
+    way.write_text("1")
 
     def mine(x: np.ndarray, *, n_components: int = 2) -> Result:
         noise = np.random.default_rng(1).normal(size=(len(x), 2))
-        return Result(coords=way[0] * np.asarray(x)[:, :2] + noise)
+        return Result(coords=float(way.read_text()) * np.asarray(x)[:, :2] + noise)
 
     project(path, method=mine)
     evaluate(path)
     (good,) = [row for row in compare([path], out=tmp_path / "1").table if row["map"]]
-    way[0] = 0.0
+    way.write_text("0")
     project(path, method=mine, overwrite=True)
     (bad,) = [row for row in compare([path], out=tmp_path / "2").table if row["map"]]
     assert good["knn_accuracy"] > 0.95

@@ -209,9 +209,9 @@ def test_finished_parts_open_as_the_file_of_one_go(
     assert sha256(final) == sha256(whole.path)
     assert not isinstance(embedx.open(tmp_path / "run"), store.Parts)
     if n_parts > 1:
-        with pytest.raises(StoreError, match="was joined, removed or replaced meanwhile; open it"):
+        with pytest.raises(StoreError, match="removed or replaced meanwhile; open it"):
             parts.embeddings["last"][0]
-        with pytest.raises(StoreError, match="was joined, removed or replaced meanwhile; open it"):
+        with pytest.raises(StoreError, match="removed or replaced meanwhile; open it"):
             parts.verify()
 
 
@@ -866,3 +866,17 @@ def test_a_run_that_was_killed_as_it_began_its_parts_begins_again(
     (folder / ".of.txt.abcd1234.tmp").touch()
     extract(tmp_path, **given)
     assert extract(tmp_path, **{**given, "part": None}).n_rows == N
+
+
+def test_a_folder_of_parts_that_is_a_link_is_emptied_and_the_next_run_joins(tmp_path: Path) -> None:
+    whole = extract(tmp_path / "whole")
+    (tmp_path / "run").mkdir()
+    for name in ("far", "farther"):
+        (tmp_path / name).mkdir()
+        store.parts_folder(tmp_path / "run" / "embeddings.h5").symlink_to(tmp_path / name)
+        for given in ({"part": 0}, {}):
+            if not given or name == "far":
+                run = extract(tmp_path / "run", n_parts=3, overwrite=name != "far", **given)
+        assert run.path.read_bytes() == whole.path.read_bytes()
+        assert not list(tmp_path.glob(f"{name}/*"))
+        assert not os.path.lexists(store.parts_folder(run.path))

@@ -1,5 +1,6 @@
 """The stage ``project``: each method against an oracle, and the file it leaves."""
 
+import functools
 import json
 import logging
 import re
@@ -408,11 +409,14 @@ def test_what_was_made_of_rows_that_were_replaced_since_is_taken_for_none_of_the
     x, labels = clusters(30)
     path = embeddings_file(tmp_path, x, labels=labels, failed=[3, 7])
     stale = store.open(path)  # in a notebook, or at work elsewhere
+    made = project(stale, method="pca")
+    evaluate(stale)
     path.unlink()
     embeddings_file(tmp_path, x, labels=labels, failed=[3, 8])  # the same run, made again
     new = store.open(path)
-    made = project(stale, method="pca")
-    evaluate(stale)
+    for stage in (lambda: project(stale, n_neighbors=3), lambda: evaluate(stale)):
+        with pytest.raises(StoreError, match="replaced meanwhile; open it again"):
+            stage()
     scores = json.loads((tmp_path / "scores.json").read_text())
     scores["scores"][0]["knn_accuracy"] = 0.125
     (tmp_path / "scores.json").write_text(json.dumps(scores))
@@ -551,6 +555,48 @@ def test_functions_of_one_name_do_not_share_a_file(tmp_path: Path) -> None:
     assert np.array_equal(own.coords, x[:, :2].astype(np.float32))
     bare = project(path, method=lambda x: Result(x[:, 3:5]))
     assert bare.path.name.startswith("_lambda_-")
+
+
+class Columns:
+    """A method that has no name of its own."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(self, x: Array, *, scale: float = 1.0) -> Result:
+        return Result(x[:, self.first : self.first + 2] * scale)
+
+
+def columns_from(first: int) -> Callable[..., Result]:
+    return lambda x: Result(x[:, first : first + 2])
+
+
+def from_first(first: int, x: Array) -> Result:
+    return Result(x[:, first : first + 2])
+
+
+@pytest.mark.parametrize(
+    "kind", [Columns, columns_from, lambda first: functools.partial(from_first, first)]
+)
+def test_functions_are_told_apart_by_what_they_do(kind: Any, tmp_path: Path) -> None:
+    x, _ = clusters(30)
+    path = embeddings_file(tmp_path, x)
+    for first in (0, 3, 0):
+        made = project(path, method=kind(first))
+        assert np.array_equal(made.coords, x[:, first : first + 2].astype(np.float32))
+    assert len(list(path.parent.glob("projections/*.h5"))) == 2
+
+
+def test_nothing_is_put_where_the_embeddings_were_before_they_were_moved(tmp_path: Path) -> None:
+    x, labels = clusters(30)
+    path = embeddings_file(tmp_path / "before", x, labels=labels)
+    opened = store.open(path)
+    (tmp_path / "before").rename(tmp_path / "after")
+    for stage in (lambda: project(opened, method="pca"), lambda: evaluate(opened)):
+        with pytest.raises(StoreError, match="was joined, moved, removed or replaced meanwhile"):
+            stage()
+    assert not (tmp_path / "before" / "scores.json").exists()
+    assert not list(tmp_path.glob("before/projections/*.h5"))
 
 
 def test_function_cannot_overwrite_what_the_file_says_of_its_origin(tmp_path: Path) -> None:

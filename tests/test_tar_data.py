@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -479,6 +480,27 @@ def test_a_shard_that_changes_under_way_fails_its_rows_and_no_others(
     assert run.status.tolist() == [1, 1, 2, 2] * 2
     reasons = {one["reason"] for one in store.read_reasons(run.path)}
     assert reasons == {"DataError: it was changed after the run had listed it"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_shard_that_was_replaced_before_its_turn_is_refused(packed: bool, tmp_path: Path) -> None:
+    folder = shards(tmp_path / "set", 4, 4)
+    (tmp_path / "other").mkdir()
+    other = shards(tmp_path / "other", 6, 2) / "s-001.tar"
+    second = folder / "s-001.tar"
+    if packed:
+        for place in (second, other):
+            place.with_suffix(".tar.gz").write_bytes(gzip.compress(place.read_bytes()))
+            place.unlink()
+        second, other = second.with_suffix(".tar.gz"), other.with_suffix(".tar.gz")
+    listed = webdataset(str(folder))
+    shutil.copy2(second, tmp_path / "kept")
+    os.replace(other, second)
+    with pytest.raises(DataError, match=r"s-001\.tar.* was changed after the run had listed it"):
+        extract(listed, tmp_path / "run")
+    os.replace(tmp_path / "kept", second)
+    run = extract(webdataset(str(folder)), tmp_path / "run")
+    assert numbers_of(run) == list(range(8))
 
 
 def test_other_shards_or_settings_are_another_run(
