@@ -37,6 +37,7 @@ from embedx.models import Model
 from embedx.objectives import Backward, Objective, scores_of
 from embedx.passes import (
     FAST_PATHS_OFF,
+    class_scores,
     differentiable,
     on_device,
     run_model,
@@ -377,10 +378,13 @@ class _Forward:
             if not self._is_checked and piece.size > 1:
                 self._is_checked = True
                 by_chance = _other_sizes(inputs) | rows.other_sizes | self._seen.sizes
+                by_chance |= {size for one in tensors_in(output) for size in one.shape[1:]}
                 # A layer of the user's own may have one axis more, of codes or queries.
                 is_own = not self._is_known and not self._memory.first_pass
                 if is_own or piece.size in by_chance:
-                    _require_samples_first(plan, got, rows, self._run, inputs, labels, n=piece.size)
+                    _require_samples_first(
+                        plan, got, rows, self._run, inputs, labels, output, n=piece.size
+                    )
             if not self._is_padding_checked:
                 self._is_padding_checked = _require_padding_unseen(
                     plan, got, rows, self._run, batch
@@ -764,32 +768,54 @@ def _require_samples_first(
     run: Callable[[Inputs, Tensor | None, int], Any],
     inputs: Inputs,
     labels: Tensor | None,
+    output: Any,
     *,
     n: int,
 ) -> None:
-    """Look at two samples where an axis of another kind is as long as the batch by chance.
+    """See by two samples alone that what is kept is a row a sample, and has no axis of the batch.
+
+    Args:
+        plan: What to do.
+        got: What was captured of n samples.
+        rows: Where it is pooled.
+        run: A pass, as :meth:`_Forward._run`.
+        inputs: Of the n samples.
+        labels: Theirs.
+        output: What the model gave for them.
+        n: How many, at least 2.
 
     Raises:
-        ShapeError: The first axis of what a layer gives is not that of the samples.
+        ShapeError: The first axis of what a layer gives is not that of the samples, or another one
+            is as long as there are of them.
     """
-    before = {point.name: got[point.name] for point in plan.points}
 
-    def run_again(rows_of: slice | list[int]) -> None:
+    def kept(output: Any) -> dict[str, Tensor]:
+        found = {f"layer {point.name}": got[point.name] for point in plan.points}
+        scores = class_scores(output)
+        if scores is not None and (plan.save_outputs or plan.objective is not None):
+            found[f"the output of {plan.model.name}"] = scores
+        return found
+
+    def again(rows_of: slice | list[int]) -> dict[str, Tensor]:
         some = _copied(mapped(inputs, lambda tensor: tensor[rows_of]))
         rows.mask = None if mask is None else mask[rows_of]
         of = None if labels is None else labels[rows_of]
         seed_all(0, plan.device)
-        run(some, of, len(tensors_of(some)[0]))
+        return kept(run(some, of, len(tensors_of(some)[0])))
 
-    few, mask = min(2, n - 1), rows.mask
+    before, few, mask = kept(output), min(2, n - 1), rows.mask
     try:
-        run_again(slice(few))
-        for point in plan.points:
-            if len(got[point.name]) != few:
+        for title, now in again(slice(few)).items():
+            shown = f"{title} gives {tuple(now.shape)} for {few} samples after pooling"
+            if len(now) != few:
                 raise ShapeError(
-                    f"layer {point.name} gives {tuple(got[point.name].shape)} for {few} samples "
-                    f"after pooling, so its first axis is not that of the samples, though {n} long "
-                    f"for {n} of them; {_SAMPLES_FIRST}"
+                    f"{shown}, so its first axis is not that of the samples, though {n} long for "
+                    f"{n} of them; {_SAMPLES_FIRST}"
+                )
+            if now.shape[1:] != before[title].shape[1:]:
+                raise ShapeError(
+                    f"{shown}, and {tuple(before[title].shape)} for {n}: a row is as long as the "
+                    "batch, of which it says something; choose another layer"
                 )
         return
     except (ModelError, LayerError):
@@ -798,23 +824,22 @@ def _require_samples_first(
     # whether the rows go with them.
     backwards = list(range(n))[::-1]
     with contextlib.suppress(ModelError, LayerError):
-        run_again(backwards)
-        for point in plan.points:
-            was, now = before[point.name], got[point.name]
+        for title, now in again(backwards).items():
+            was = before[title]
             if _is_near(now, was[backwards]):
                 continue
             if not _is_near(now, was):
                 log.warning(
                     "%s gives %s for %s samples, and whether its first axis is theirs could not be "
                     "told: the model takes no other number of them",
-                    point.name,
+                    title,
                     tuple(now.shape),
                     n,
                 )
             else:
                 raise ShapeError(
-                    f"layer {point.name} gives the same {tuple(now.shape)} for {n} samples in the "
-                    f"other order, so its first axis is not that of the samples; {_SAMPLES_FIRST}"
+                    f"{title} gives the same {tuple(now.shape)} for {n} samples in the other "
+                    f"order, so its first axis is not that of the samples; {_SAMPLES_FIRST}"
                 )
 
 

@@ -1687,3 +1687,36 @@ def test_a_mask_of_floats_that_are_zeros_alone_says_nothing(tmp_path: Path) -> N
             Masked(), items, layers="layer", pooling="max_token", out=tmp_path / str(padding)
         )
         assert run.ok.all()
+
+
+class OfBatch(nn.Module):
+    """Gives what is of the batch, in one of three ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.last, self.kind = nn.Linear(4, 6), nn.Identity(), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "one by one":
+            return torch.stack([self.layer(row) for row in x])
+        rows = self.layer(x)
+        if self.kind == "classes first":
+            return rows.T  # type: ignore[no-any-return]
+        return self.last(rows @ rows.T)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("one beside another", {"layers": "last"}, r"last gives \(2, 2\).*and \(6, 6\) for 6"),
+        ("one beside another", {"layers": "layer:grad"}, r"output of ofbatch gives \(2, 2\)"),
+        ("classes first", {"layers": "layer", "save_outputs": True}, r"output .* gives \(6, 2\)"),
+        ("one by one", {"layers": "layer@0", "pooling": "flatten"}, r"layer@0 gives \(6, 1\)"),
+    ],
+)
+def test_what_is_as_long_as_the_batch_is_no_row_of_a_sample(
+    kind: str, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ShapeError, match=words):
+        embedx.extract(OfBatch(kind).eval(), noise(12, 4), batch_size=6, out=tmp_path, **given)
