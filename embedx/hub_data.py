@@ -51,6 +51,7 @@ _JSON_BYTES_MOST = 2**24
 _OPEN_MOST = 8
 _TEXT_NAMES = ("text", "sentence", "content", "document", "review", "question", "caption")
 _NO_ITEMS = ("Audio", "Video", "Pdf")  # features that are kept as pictures are
+_PART = r"-(\d{5})-of-(\d{5})\b"  # of a file that is one of several
 _ELSEWHERE = "its path leads out of the folder of the data set"
 _SPLITS = {
     "train": "train",
@@ -115,11 +116,12 @@ def huggingface(
                 f"{name} has other columns than {found.names[0]} "
                 f"({_difference(schema, other.schema)}); give one of them as data.path"
             )
+    features = _same_features(found.names, [one.schema for one in opened])
     n_all = sum(one.n_rows for one in opened)
     if n_all == 0:
         raise DataError(f"data.path {path} holds no row; give a data set with some")
     n = limited(n_all, limit)
-    table = _Table(found.shown, Rows(opened, n), _features(schema))
+    table = _Table(found.shown, Rows(opened, n), features)
     item = _item_column(table, column)
     label_column = _label_column(table, label, {item.name, id})
     labels, label_names, label_numbers = _labels(table, label_column)
@@ -157,7 +159,7 @@ def huggingface(
         label_numbers=label_numbers,
         metadata=metadata,
         notes=(*notes, *cut),
-        warnings=tuple(beside.told()),
+        warnings=(*found.warnings, *beside.told()),
         root=found.top,
         reads_files=True,
     )
@@ -173,6 +175,7 @@ class _Found:
     name: str
     shown: str
     passed_over: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 def _find(path: str, split: str | None) -> _Found:
@@ -294,17 +297,50 @@ def _loose(top: Path, path: str, split: str | None, name: str) -> _Found:
             raise ConfigError(
                 f"data.split={split}: the files below {path} name no split; leave it out"
             )
-        return _Found(top, unnamed, name, path, counted(others))
+        return _Found(top, unnamed, name, path, counted(others), _missing_parts(unnamed, path))
     chosen = _chosen(sorted(of_split), split, path)
     if unnamed:
         others["files of no split"] += len(unnamed)
-    return _Found(top, of_split[chosen], f"{name}-{chosen}", f"{path}, {chosen}", counted(others))
+    names, shown = of_split[chosen], f"{path}, {chosen}"
+    missing = _missing_parts(names, path)
+    return _Found(top, names, f"{name}-{chosen}", shown, counted(others), missing)
+
+
+def _missing_parts(files: Sequence[str], path: str) -> tuple[str, ...]:
+    """What is to be said of parts that are not there, as the names of the others tell.
+
+    Raises:
+        DataError: A part is there twice, as where a data set was saved anew beside the old files.
+    """
+    of_whole: dict[str, dict[int, list[str]]] = {}
+    n_parts: dict[str, dict[int, str]] = {}
+    for file in files:
+        if match := re.match(rf"(.*?){_PART}", file):
+            of_whole.setdefault(match[1], {}).setdefault(int(match[2]), []).append(file)
+            n_parts.setdefault(match[1], {})[int(match[3])] = file
+    told = []
+    for whole, parts in of_whole.items():
+        several = list(n_parts[whole].values())
+        same = several if len(several) > 1 else max(parts.values(), key=len)
+        if len(same) > 1:
+            raise DataError(
+                f"data.path {path} holds {same[0]} and {same[1]}, which are parts of two copies; "
+                "move the files of one of them away"
+            )
+        (n,) = n_parts[whole]
+        missing = [f"{i:05d}" for i in range(n) if i not in parts]
+        if missing:
+            told.append(
+                f"{path} lacks {len(missing):,} of the {n:,} parts of {whole}: {listed(missing)}; "
+                "rows are numbered without theirs, and are others once these are there"
+            )
+    return tuple(told)
 
 
 def _split_of(file: str) -> str:
     """The split that the path of a file names, by the Hub's rules, "" for none."""
     *folders, name = file.split("/")
-    if match := re.match(r"(\w[\w.]*?)-\d{5}-of-\d{5}\b", name):
+    if match := re.match(rf"(\w[\w.]*?){_PART}", name):
         return _SPLITS.get(match[1], match[1])
     for part in (name, *reversed(folders)):
         words = re.split(r"[^a-zA-Z]+", part.lower())
@@ -372,6 +408,37 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
         return {name: one for name, one in features.items() if isinstance(one, dict)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _same_features(names: Sequence[str], schemas: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """What ``datasets`` noted of the columns of all files.
+
+    Raises:
+        DataError: One has other names for the numbers of a column, or other kinds of features.
+    """
+    noted = [_features(schema) for schema in schemas]
+    for name, other in zip(names, noted, strict=True):
+        for column in {**noted[0], **other}:
+            here, there = (_meaning(one.get(column, {})) for one in (noted[0], other))
+            if here != there:
+                raise DataError(
+                    f"{name} says otherwise what {column} is than {names[0]} ({_said(there)}, and "
+                    f"there {_said(here)}); give one of them as data.path, or save all anew as one"
+                )
+    return noted[0]
+
+
+def _meaning(feature: Mapping[str, Any]) -> tuple[str, Any]:
+    """What a feature says beyond the type that its column has."""
+    kind = str(feature.get("_type", ""))
+    return (kind, feature.get("names")) if kind in ("ClassLabel", *_NO_ITEMS) else ("", None)
+
+
+def _said(meaning: tuple[str, Any]) -> str:
+    kind, names = meaning
+    if kind != "ClassLabel":
+        return kind or "nothing noted"
+    return f"the classes {short(listed([str(one) for one in names or ()]))}"
 
 
 def _difference(first: Any, other: Any) -> str:

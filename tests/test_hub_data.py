@@ -409,3 +409,41 @@ def test_the_command_says_what_it_takes_and_what_has_to_be_chosen(
     status, out, err = embedx_here(*words, f"data.path={saved / 'both'}")
     assert status == 1
     assert err[-1].startswith("ConfigError: data.path")
+
+
+def noted(labels: list[int], names: list[str] | None) -> pa.Table:
+    """Texts with a class each, whose names are noted or not."""
+    table = pa.table({"text": [f"t{i}" for i in labels], "label": pa.array(labels, pa.int64())})
+    features = {"label": {"names": names, "_type": "ClassLabel"}} if names else {}
+    return table.replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
+
+
+@pytest.mark.parametrize("names", [["dog", "cat"], ["cat", "dog", "owl"], None])
+def test_files_that_name_their_classes_otherwise_are_refused(
+    names: list[str] | None, tmp_path: Path
+) -> None:
+    pq.write_table(noted([0, 1], ["cat", "dog"]), tmp_path / "a.parquet")
+    pq.write_table(noted([0, 1], names), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet says otherwise what label is than a.parquet"):
+        huggingface(str(tmp_path))
+
+
+def test_a_part_that_is_not_there_is_told_by_its_number(tmp_path: Path) -> None:
+    for i in (0, 2):
+        pq.write_table(noted([0, 1], ["cat", "dog"]), tmp_path / f"train-{i:05d}-of-00003.parquet")
+    (warning,) = huggingface(str(tmp_path)).warnings
+    assert "lacks 1 of the 3 parts of train: 00001" in warning
+    pq.write_table(noted([0, 1], ["cat", "dog"]), tmp_path / "train-00001-of-00003-ab.parquet")
+    assert huggingface(str(tmp_path)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "other", ["train-00000-of-00002.parquet", "train-00000-of-00001-b.parquet"]
+)
+def test_two_copies_of_the_parts_of_a_split_are_refused(other: str, tmp_path: Path) -> None:
+    for name in ("train-00000-of-00001-a.parquet", other):
+        pq.write_table(noted([0, 1], ["cat", "dog"]), tmp_path / name)
+    with pytest.raises(DataError, match="parts of two copies"):
+        huggingface(str(tmp_path))
