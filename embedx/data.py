@@ -225,6 +225,7 @@ def in_memory(
                 _require_labels_of_items(labels, looked, kind)
         elif looked is not None and looked.are_labelled:
             seen = list(looked.labels.values())
+            aloud += _require_one_meaning(items, kind)
             if classes is not None and max(seen) < len(classes):
                 names, numbers = [str(name) for name in classes], list(range(len(classes)))
             if -1 in seen:
@@ -354,12 +355,53 @@ def _is_of_torch(items: Any, kind: str) -> bool:
 
 
 def _classes(items: Any) -> Sequence[Any] | None:
-    """The names of the classes of a Dataset, or of the one that a Subset is of."""
+    """The names of the classes of a Dataset, or of all those that it wraps, if they are the same.
+
+    Of parts that name the first few of the classes of another, it is that one's.
+    """
+    of_parts = _classes_of_parts(items)
+    known = [names for names in of_parts if names is not None]
+    if not known or len(known) < len(of_parts):
+        return None
+    longest = max(known, key=len)
+    return longest if all(names == longest[: len(names)] for names in known) else None
+
+
+def _classes_of_parts(items: Any) -> list[list[Any] | None]:
+    """The names of the classes of each Dataset that a ``Subset`` or ``ConcatDataset`` is of."""
     classes: Any = getattr(items, "classes", None)
     if classes is None and _is_of_torch(items, "Subset"):
-        return _classes(items.dataset)
+        return _classes_of_parts(items.dataset)
+    if classes is None and _is_of_torch(items, "ConcatDataset"):
+        return [names for part in items.datasets for names in _classes_of_parts(part)]
     is_list = isinstance(classes, (Sequence, np.ndarray)) and not isinstance(classes, str)
-    return list(classes) if is_list else None
+    return [list(classes) if is_list else None]
+
+
+def _require_one_meaning(items: Any, kind: str) -> list[str]:
+    """Refuse labels in items whose numbers stand for other classes in other parts of a Dataset.
+
+    Returns:
+        What is to be said where some parts name their classes and others do not.
+
+    Raises:
+        DataError: Two parts name one number otherwise.
+    """
+    of_parts = _classes_of_parts(items)
+    named = [names for names in of_parts if names is not None]
+    for names in named:
+        for number, (one, other) in enumerate(zip(named[0], names, strict=False)):
+            if one != other:
+                raise DataError(
+                    f"the parts of {kind} name their classes otherwise: {number} is {one!r} in one "
+                    f"and {other!r} in another; give labels=, one text a sample"
+                )
+    if not named or len(named) == len(of_parts):
+        return []
+    return [
+        f"some parts of {kind} name their classes and others do not: labels are plain numbers, the "
+        "same number one class; labels= gives others"
+    ]
 
 
 def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:

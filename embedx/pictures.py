@@ -150,12 +150,21 @@ def _require_checksums(file: IO[bytes]) -> None:
 def upright_rgb(opened: Image.Image, *, in_place: bool = False) -> Image.Image:
     """A picture turned as its EXIF says, in 8-bit RGB; a copy, unless it may be turned in place.
 
+    What Pillow notes beside the pixels, the EXIF and a transparent colour, outlives what is done to
+    these: it counts for a picture as its file gave it, and one that was converted, turned or cut
+    since is taken as its pixels are.
+
     Raises:
         DataError: Its pixels do not state their range, or its transparent colour is lost.
     """
-    transparent = _transparent(opened)
+    is_as_read = opened.format is not None
+    transparent = _transparent(opened) if is_as_read or opened.mode == "P" else None
     image = opened
-    if in_place:
+    if not is_as_read:
+        image = opened.copy()
+        if transparent is None:
+            image.info.pop("transparency", None)
+    elif in_place:
         ImageOps.exif_transpose(opened, in_place=True)
     else:
         image = ImageOps.exif_transpose(opened)

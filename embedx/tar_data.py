@@ -360,15 +360,21 @@ def _members(file: BinaryIO, size: int, name: str) -> tuple[list[_Member], Count
 
 def _samples(members: Iterable[_Member]) -> Iterator[_Sample]:
     """Members whose names are one up to the first dot of their last part, as they follow."""
+    taken: set[str] = set()
     seen: Counter[str] = Counter()
     for key, group in itertools.groupby(members, key=_key):
-        seen[key] += 1
-        again = seen[key] > 1
-        sample = _Sample(f"{key}#{seen[key]}" if again else key)
-        if len(key.encode("utf-8", "backslashreplace")) > _KEY_MOST:
-            digest = hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()
-            sample = _Sample(f"{key[:100]}~{digest[:16]}#{seen[key]}")
-            sample.fault = f"its name has more than {_KEY_MOST} bytes; shorten it"
+        # As ids are: two keys may be written alike.
+        written = key.encode("utf-8", "backslashreplace")
+        name, fault = written.decode(), ""
+        if len(written) > _KEY_MOST:
+            name = f"{name[:100]}~{hashlib.sha256(written).hexdigest()[:16]}"
+            fault = f"its name has more than {_KEY_MOST} bytes; shorten it"
+        unique = name
+        while unique in taken:
+            seen[name] += 1
+            unique = f"{name}#{seen[name] + 1}"
+        taken.add(unique)
+        sample = _Sample(unique, fault=fault)
         for member in group:
             if member.extension in sample.members:
                 sample.fault = f"it has two members .{member.extension}"
@@ -462,8 +468,18 @@ def _spelled(value: Any) -> str | None:
 def _metadata(
     told: Sequence[dict[str, Any]], *, is_text: bool
 ) -> tuple[dict[str, Any], Counter[str], list[str]]:
-    """Columns of the keys of the ``json`` and of ``txt``, what has no place, which are cut."""
-    rows = [one.get("json", {}) for one in told]
+    """Columns of the keys of the ``json`` and of ``txt``, what has no place, which are cut.
+
+    The text has its name in every shard, whatever the ``json`` has in one: a key of that name, with
+    or without ``_`` behind it, gets one more.
+    """
+    of_text = "text" if is_text else "txt"
+    rows = [
+        {key + "_" * (key.rstrip("_") == of_text): value for key, value in one["json"].items()}
+        if "json" in one
+        else {}
+        for one in told
+    ]
     held = Counter(
         key
         for row in rows
@@ -471,6 +487,7 @@ def _metadata(
         if key and "\0" not in key and value is not None
     )
     most = {key for key, _ in held.most_common(_COLUMNS_MOST)}
+    renamed = [key for key in held if key != of_text and key.rstrip("_") == of_text]
     columns: dict[str, Any] = {}
     passed_over: Counter[str] = Counter()
     if len(held) > len(most):
@@ -484,11 +501,8 @@ def _metadata(
         else:
             columns[key] = values
     if any("txt" in one for one in told):
-        name = "text" if is_text else "txt"
-        while name in columns:
-            name += "_"
-        columns[name] = [one.get("txt", "") for one in told]
-    cut: list[str] = []
+        columns[of_text] = [one.get("txt", "") for one in told]
+    cut = [f"{name[:-1]} of .json is the column {name}" for name in renamed if name in columns]
     for name, column in columns.items():
         columns[name], said = kept(column, name)
         cut += said

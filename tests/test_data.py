@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import struct
 import sys
 import unicodedata
@@ -17,7 +18,7 @@ from PIL import Image, ImageFile
 
 from embedx import data, sources
 from embedx.errors import ConfigError, DataError
-from embedx.pictures import SUFFIXES, decode_image, thumbnail
+from embedx.pictures import SUFFIXES, decode_image, thumbnail, upright_rgb
 
 RGB = np.array([[[10, 20, 30], [40, 50, 60], [70, 80, 90]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]])
 PICTURE = Image.fromarray(RGB.astype(np.uint8))
@@ -1002,8 +1003,41 @@ def test_wrappers_whose_parts_do_not_tell_their_labels_read_them_with_the_items(
     both = data.in_memory(ConcatDataset([named, TensorDataset(x, torch.tensor([5, 3, 5, 3]))]))
     assert [both.read(i)[1] for i in range(8)] == [0, 1, 0, 1, 5, 3, 5, 3]
     assert both.label_names == []
+    assert "some parts of concatdataset name their classes" in both.warnings[0]
     floats = data.in_memory(TensorDataset(x, x[:, 0]))
     assert (floats.labels, floats.labels_in_items, len(floats.warnings)) == (None, False, 1)
+
+
+def test_labels_in_items_of_parts_that_name_their_classes_otherwise_are_not_taken_for_one() -> None:
+    from torch.utils.data import ConcatDataset, Subset
+
+    def of(*classes: str) -> _Dataset:
+        return _Dataset([(torch.zeros(2), i % 2) for i in range(4)], classes=list(classes))
+
+    for other in (of("dog", "cat"), of("cat", "banded"), Subset(of("dog", "cat"), [1])):
+        both = ConcatDataset([of("cat", "dog"), other])
+        for dataset in (both, Subset(both, [0, 4]), ConcatDataset([of("cat", "dog"), both])):
+            with pytest.raises(DataError, match=r"name their classes otherwise: \d is '(cat|dog)'"):
+                data.in_memory(dataset)
+        assert data.in_memory(both, labels=["a"] * len(both)).label_names == ["a"]
+
+
+def test_classes_that_all_parts_name_alike_are_kept() -> None:
+    from torch.utils.data import ConcatDataset, Subset
+
+    def of(*classes: str) -> _Dataset:
+        return _Dataset([(torch.zeros(2), i % 2) for i in range(4)], classes=list(classes))
+
+    pets = of("cat", "dog")
+    for dataset in (
+        ConcatDataset([pets, of("cat", "dog")]),
+        Subset(ConcatDataset([pets, Subset(of("cat", "dog"), [0])]), [4, 1]),
+        ConcatDataset([_Dataset(list(pets), targets=[0, 1, 0, 1], classes=["cat", "dog"]), pets]),
+    ):
+        source = data.in_memory(dataset)
+        assert (list(source.label_names), source.warnings) == (["cat", "dog"], ())
+    longer = data.in_memory(ConcatDataset([pets, of("cat", "dog", "owl")]))
+    assert list(longer.label_names) == ["cat", "dog", "owl"]
 
 
 def test_names_of_classes_are_not_put_on_labels_of_another_kind() -> None:
@@ -1268,3 +1302,36 @@ def test_the_name_of_a_folder_may_be_of_any_bytes(tmp_path: Path) -> None:
     root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/p\x80s"))
     _put(root, "a/1.png")
     assert data.folder(str(root)).name == "p\\x80s"
+
+
+def test_what_pillow_notes_counts_for_a_picture_as_its_file_gave_it_alone(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 8, 3), np.uint8)
+    pixels[0] = 200
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned, indexed = tmp_path / "turned.png", tmp_path / "indexed.png"
+    Image.fromarray(pixels).save(turned, exif=exif)
+    flat = Image.fromarray(np.array([[0, 1, 1]], np.uint8), "P")
+    flat.putpalette([0] * 6)
+    flat.save(indexed, transparency=0)
+    upright = decode_image(turned)
+    assert upright.size == (4, 8)
+    cases = [
+        (Image.open(turned), upright),
+        (Image.open(turned).convert("RGB"), Image.fromarray(pixels)),
+        (Image.open(turned).convert("RGB").rotate(270, expand=True), upright),
+        (Image.open(turned).crop((0, 0, 4, 4)), Image.fromarray(pixels[:4, :4])),
+        (Image.open(indexed), Image.fromarray(np.array([[[255] * 3, [0] * 3, [0] * 3]], np.uint8))),
+        (Image.open(indexed).convert("RGB"), Image.new("RGB", (3, 1))),
+        (Image.open(indexed).convert("L"), Image.new("RGB", (3, 1))),
+    ]
+    for opened, wanted in cases:
+        given = np.asarray(opened)
+        assert np.array_equal(upright_rgb(opened), wanted)
+        assert np.array_equal(opened, given)  # it is the user's
+    folder = tmp_path / "set" / "a"
+    folder.mkdir(parents=True)
+    shutil.copy(indexed, folder)
+    torchvision = pytest.importorskip("torchvision")
+    ((item, _),) = torchvision.datasets.ImageFolder(folder.parent)
+    assert np.array_equal(upright_rgb(item), np.zeros((1, 3, 3)))

@@ -348,6 +348,47 @@ def test_labels_are_those_that_are_asked_for(tmp_path: Path) -> None:
     assert run.metadata["txt"] == ["a cat", ""]
 
 
+@pytest.mark.parametrize(("item", "name"), [("picture", "txt"), ("txt", "text")])
+def test_a_column_is_of_one_thing_in_all_shards(item: str, name: str, tmp_path: Path) -> None:
+    about = {name: "of json", f"{name}_": "of json, too"}
+    members = [*sample(1, **about), ("s0001.txt", b"of txt")]
+    shard(tmp_path / "set" / "0.tar", members)
+    shard(tmp_path / "set" / "1.tar", [*sample(2), ("s0002.txt", b"of txt")])
+    shard(tmp_path / "set" / "2.tar", sample(3, **about))
+    given = webdataset(str(tmp_path / "set"), item=item)
+    found: dict[str, set[Any]] = {}
+    for i in range(3):
+        with given.read(i, scratch=tmp_path / "x", most=None) as source:
+            for key in (name, f"{name}_", f"{name}__"):
+                found.setdefault(key, set()).update(source.metadata.get(key, []))
+            assert (f"{i}: {name} of .json is the column {name}_" in source.notes) == (i != 1)
+    assert [found[key] - {""} for key in found] == [{"of txt"}, {"of json"}, {"of json, too"}]
+
+
+def test_samples_of_one_name_have_ids_of_their_own_whatever_others_are_called(
+    tmp_path: Path,
+) -> None:
+    keys = [
+        "x",
+        "x#2",
+        "x",
+        "z",
+        "x",
+        "x#2",
+        "latin\udce9",
+        "latin\\udce9",
+        "y" * 900,
+        "z",
+        "y" * 900,
+    ]
+    members = [(f"{key}.png", png(i)) for i, key in enumerate(keys)]
+    run = extract(webdataset(str(shard(tmp_path / "a.tar", members))), tmp_path / "run")
+    ids = [sample_id.removeprefix("a/") for sample_id in run.ids]
+    assert ids[:6] == ["x", "x#2", "x#3", "z", "x#4", "x#2#2"]
+    assert ids[6:8] == ["latin\\udce9", "latin\\udce9#2"]
+    assert ids[10] == f"{ids[8]}#2"
+
+
 def test_labels_of_json_are_spelled_alike_and_what_is_null_is_none(tmp_path: Path) -> None:
     given = [1, 1.0, True, None, float("nan"), "x", {"a": 1}, "y" * 2000, "z\0"]
     members = []
