@@ -65,8 +65,8 @@ def array(
 
     Raises:
         ConfigError: There is no such array, or it could be meant in several ways.
-        DataError: The file cannot be read, holds more than it says, or values whose range is not
-            known.
+        DataError: The file cannot be read, does not match its checksum, says that it holds more
+            than it does, or holds values whose range is not known.
     """
     where = Path(path).expanduser()
     limited(0, limit)
@@ -75,6 +75,7 @@ def array(
     found = _chosen(where, arrays, refused, key)
     if found.dtype.kind not in "biuf":
         raise DataError(f"{found} holds texts ({found.dtype}); name one of numbers")
+    found.require_whole()
     is_inferred = layout is None
     layout = _inferred(found) if layout is None else layout
     _require_layout(found, layout)

@@ -326,6 +326,7 @@ def _of_file(path: Path) -> _Vectors:
         )
     ((key, chosen),) = found.items()
     _require_rows(chosen.shape, chosen.dtype, str(path))
+    chosen.require_whole()
     n, d = chosen.shape
     ids, labels, metadata, notes = _beside(path, arrays, n)
     notes += [f"passed over: {name} {why}" for name, why in refused.items()]

@@ -3,6 +3,7 @@
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import embedx
-from embedx import array_files, store
+from embedx import array_files, ready_made, store
 from embedx.array_data import array
 from embedx.errors import ConfigError, DataError, StoreError
 
@@ -255,6 +256,35 @@ def test_a_file_that_is_cut_off_fails_its_rows(tmp_path: Path) -> None:
             source.read(row)
     with pytest.raises(DataError, match="it may be cut off"):
         array(str(path))
+
+
+@pytest.mark.parametrize("name", ["stored.npz", "deflated.npz"])
+@pytest.mark.parametrize("damaged", ["x", "labels"])
+def test_an_npz_with_a_flipped_bit_is_refused_as_numpy_does(
+    tmp_path: Path, name: str, damaged: str
+) -> None:
+    x = np.arange(40_000, dtype=np.float32).reshape(1000, 40)
+    path = save(tmp_path / name, x, labels=np.arange(1000) % 7)
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"{damaged}.npy")
+    content = bytearray(path.read_bytes())
+    content[info.header_offset + info.compress_size // 2] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises((zipfile.BadZipFile, zlib.error)):
+        np.load(path)[damaged]
+    with pytest.raises(DataError, match="damaged or of another kind"):
+        array(str(path), layout="tensor")
+    with pytest.raises(DataError, match="damaged or of another kind"):
+        ready_made.opened(path)
+
+
+def test_rows_that_outlive_the_modules_at_the_exit_are_let_go_of_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = array_files.arrays_in(save(tmp_path / "plain.npy", PIXELS))[0][""]
+    assert found[:1].shape == (1, 7, 8, 3)
+    monkeypatch.setattr(array_files, "os", None)  # as it is then
+    del found  # what cannot be raised is an error of pytest
 
 
 def test_only_what_lies_whole_in_an_hdf5_file_is_read(tmp_path: Path) -> None:
