@@ -320,6 +320,54 @@ def test_only_what_lies_whole_in_an_hdf5_file_is_read(tmp_path: Path) -> None:
         array(str(path), key="virtual")
 
 
+def test_an_hdf5_file_after_a_block_of_its_writers_own_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w", userblock_size=2048) as file:  # as MATLAB writes it
+        file["x"] = PIXELS
+    np.testing.assert_array_equal(pixels(array(str(path))), PIXELS)
+    path.write_bytes(bytes(3000))
+    with pytest.raises(StoreError, match="is not an HDF5 file; name one, or a file of NumPy's"):
+        array(str(path))
+
+
+def _bfloat16() -> Any:
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)  # sign, exponent and mantissa
+    kind.set_precision(16)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def _of_12_bits() -> Any:
+    kind = h5py.h5t.STD_U16LE.copy()
+    kind.set_precision(12)
+    kind.set_offset(4)
+    return kind
+
+
+def _biased() -> Any:
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_ebias(120)
+    return kind
+
+
+@pytest.mark.parametrize("kind", [_bfloat16, _of_12_bits, _biased, lambda: h5py.h5t.IEEE_F64BE])
+def test_numbers_of_any_type_of_hdf5_are_those_that_h5py_reads(
+    tmp_path: Path, kind: Callable[[], Any]
+) -> None:
+    path = tmp_path / "x.h5"
+    x = np.random.default_rng(0).integers(0, 200, (8, 12)).astype(np.float32)
+    with h5py.File(path, "w") as file:
+        space = h5py.h5s.create_simple(x.shape)
+        dataset = h5py.h5d.create(file.id, b"x", kind(), space)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, x, h5py.h5t.py_create(x.dtype))
+    with h5py.File(path) as file:
+        expected = file["x"][:]
+    np.testing.assert_allclose(expected, x, atol=1)
+    np.testing.assert_array_equal(pixels(array(str(path), layout="tensor")), expected)
+
+
 def test_several_arrays_are_told_apart_by_the_key(tmp_path: Path) -> None:
     path = save(tmp_path / "stored.npz", PIXELS, z=PIXELS[::-1])
     with pytest.raises(ConfigError, match="has 2 arrays, x .*, z .*; say which: data.key=x"):
