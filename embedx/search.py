@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from embedx import figures, ready_made, store
-from embedx.align import SPACE, space_of
+from embedx.align import SPACE, space_of, untold
 from embedx.checks import checked
 from embedx.configs import settings_sha256
 from embedx.disk import replace_file
@@ -668,6 +668,8 @@ def _refuse_another_model(rows: _Rows, other: Embeddings) -> None:
                     for file, value in ((rows.opened, here), (other, there))
                 )
             raise StoreError(f"{where}: {key} is {theirs} there and {ours} here; {advice}")
+    if unknown := untold(mine, its):
+        log.warning("%s: distances to rows of %s are taken as they are", unknown, other.path)
     for key in ("precision", "dtype"):
         if here.get(key) != there.get(key):
             log.warning(

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import embedx
-from embedx import store
+from embedx import ready_made, store
 from embedx.errors import ConfigError, DataError, DependencyError, EmbedxError, StoreError
 from embedx.search import search
 from tests.conftest import ROOT, embeddings_file, sha256
@@ -143,6 +143,18 @@ def test_rows_of_another_model_are_refused(
     other = embeddings_file(tmp_path / "b", rows(3), id="two", identity=there)
     with pytest.raises(StoreError, match=message):
         search(path, query=other, n_neighbors=2)
+
+
+def test_vectors_of_which_no_model_is_known_are_compared_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("bert.npy", rows(20).astype(np.float32))
+    np.save("clip.npy", rows(20, seed=1).astype(np.float32))
+    bert, clip = map(ready_made.opened, ("bert.npy", "clip.npy"))
+    search(bert, query=clip, n_neighbors=2, sheet=0)
+    (told,) = (line for line in caplog.messages if "cannot be told" in line)
+    assert told.startswith("whether both were made with the same weights_sha256, code, ")
 
 
 def test_rows_of_another_precision_are_compared_and_it_is_said(
