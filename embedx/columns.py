@@ -4,7 +4,7 @@ import decimal
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isnan
 from typing import Any
 
@@ -282,9 +282,16 @@ def _unfit(texts: Sequence[str]) -> tuple[str, str]:
 
 
 def whole_numbers(texts: Sequence[str]) -> list[int] | None:
-    """The numbers that texts spell; None where there is none, or one is no whole number."""
-    are_whole = all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in texts)
-    return [int(text) for text in texts] if texts and are_whole else None
+    """The numbers that texts spell; None where there is none, or one is no whole number.
+
+    Nor are they numbers where two texts, as 1 and 01, would be one.
+    """
+    numbers = [int(text) for text in texts] if _are_whole(texts) else []
+    return numbers if numbers and len(set(numbers)) == len(set(texts)) else None
+
+
+def _are_whole(texts: Collection[str]) -> bool:
+    return all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in texts)
 
 
 def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
@@ -293,7 +300,7 @@ def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
     The names are sorted, as numbers where all are whole ones.
     """
     unique = set(texts) - {""}
-    numbers = whole_numbers(list(unique)) is not None
+    numbers = _are_whole(unique)
     names = sorted(unique, key=lambda text: (int(text), text) if numbers else (0, text))
     index = {text: i for i, text in enumerate(names)}
     return np.array([index.get(text, -1) for text in texts], np.int32), names

@@ -78,3 +78,11 @@ def test_a_name_that_a_file_cannot_keep_is_shortened_or_spelled() -> None:
     assert columns.storable("a b/ü") == "a b/ü"
     assert columns.storable("a\0b") == "a\\x00b"
     assert len(columns.storable("ü" * 2000).encode()) <= 1024
+
+
+def test_texts_that_would_be_one_number_are_no_numbers() -> None:
+    assert columns.whole_numbers(["0", "2", "10"]) == [0, 2, 10]
+    assert columns.whole_numbers(["01", "02"]) == [1, 2]
+    assert columns.whole_numbers(["001", "01", "1", "10"]) is None
+    assert columns.whole_numbers(["-0", "0"]) is None
+    assert columns.indexed(["1", "10", "01", "2"])[1] == ["01", "1", "2", "10"]
