@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
+from embedx.columns import minus_one_told
 from embedx.errors import ConfigError, DataError, listed, nearest
 from embedx.pictures import PIXELS_MOST, picture
 from embedx.sources import (
@@ -100,12 +101,11 @@ def array(
     names: list[str] = []
     numbers: list[int] | None = None
     indices: Array | None = None
-    warnings = []
+    warnings: list[str] = []
     if texts is not None:
         indices, names, numbers = counted_through(texts[:n], None)
         note += f", labels by {label_by}: {len(names)} classes"
-        if "-1" in names:
-            warnings.append(f"-1 among the labels of {path} is a class of that name")
+        warnings += minus_one_told(names, path)
     else:
         note += ", no labels"
     if n < len(found):

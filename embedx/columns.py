@@ -306,6 +306,13 @@ def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
     return np.array([index.get(text, -1) for text in texts], np.int32), names
 
 
+def minus_one_told(label_names: Sequence[str], where: str) -> tuple[str, ...]:
+    """That -1 is a class, where whole numbers are labels; many a program means none by it."""
+    if "-1" not in label_names or not _are_whole(label_names):
+        return ()
+    return (f"-1 among the labels of {where} is a class of that name",)
+
+
 def unique_names(names: Sequence[str]) -> tuple[list[str], int]:
     """Each name as it is when it first comes, and then with ``#2``, ``#3``, ...
 

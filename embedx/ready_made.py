@@ -22,6 +22,7 @@ from embedx.columns import (
     indexed,
     is_label_name,
     kept,
+    minus_one_told,
     plain_name,
     spelled_label,
     storable,
@@ -101,6 +102,7 @@ class _Vectors:
         labels: Indices ``(n,)`` and their names, or None.
         metadata: Columns.
         notes: What was found and passed over.
+        warnings: What is likely not as it was meant.
         is_as_it_was: Whether the file is still the one of which this is known.
     """
 
@@ -115,6 +117,7 @@ class _Vectors:
     labels: tuple[Array, list[str]] | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     is_as_it_was: Callable[[], bool] = lambda: True
 
     def rows(self) -> Iterator[tuple[Array, dict[int, str]]]:
@@ -212,6 +215,8 @@ def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int, *, of_row
     """
     for note in vectors.notes:
         log.info("%s", note)
+    for warning in vectors.warnings:
+        log.warning("%s", warning)
     ids = vectors.ids or [str(i) for i in range(vectors.n)]
     field = store.embeddings_field(
         vectors.layer,
@@ -344,6 +349,7 @@ def _of_file(path: Path) -> _Vectors:
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),
+        warnings=minus_one_told(labels[1] if labels else (), str(path)),
     )
 
 
@@ -442,6 +448,7 @@ def _of_parquet(path: Path) -> _Vectors:
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),
+        warnings=minus_one_told(labels[1] if labels else (), str(path)),
     )
 
 

@@ -409,3 +409,18 @@ def test_the_command_says_what_it_takes_and_what_has_to_be_chosen(
     status, out, err = embedx_here(*words, f"data.path={saved / 'both'}")
     assert status == 1
     assert err[-1].startswith("ConfigError: data.path")
+
+
+def test_numbers_that_no_class_has_are_told_in_metadata_and_as_labels(tmp_path: Path) -> None:
+    features = {"breed": {"names": ["x", "y"], "_type": "ClassLabel"}}
+    note = {"huggingface": json.dumps({"info": {"features": features}})}
+    columns = {"text": list("abcd"), "breed": [0, -1, 7, None], "label": [0, -1, 3, None]}
+    pq.write_table(pa.table(columns).replace_schema_metadata(note), tmp_path / "x.parquet")
+    source = huggingface(str(tmp_path / "x.parquet"), label="label")
+    assert list(source.metadata["breed"]) == ["x", "", "", ""]
+    assert source.label_names == ["-1", "0", "3"]
+    assert source.warnings == (
+        "1 row has in breed a number that is none of its 2 classes, the first 7 in row 2: it is "
+        "kept as an empty text",
+        f"-1 among the labels of {tmp_path / 'x.parquet'} is a class of that name",
+    )

@@ -252,3 +252,16 @@ def test_a_copy_that_was_killed_goes_on_to_the_same_bytes(here: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
     assert store.Embeddings(store.partial_path(expected)).n_rows == 21
     assert opened("x.npy").path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.parquet"])
+def test_minus_one_among_labels_is_a_class_and_that_is_told(
+    here: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = np.arange(60) % 3 - 1  # as HDBSCAN gives them
+    if name == "x.npz":
+        np.savez(name, x=ROWS, labels=labels)
+    else:
+        write_parquet(name, {"x": ROWS.tolist(), "label": labels})
+    assert opened(name).label_names == ["-1", "0", "1"]
+    assert f"-1 among the labels of {name} is a class of that name" in caplog.messages
