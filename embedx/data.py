@@ -353,13 +353,42 @@ def _is_of_torch(items: Any, kind: str) -> bool:
     return torch_data is not None and isinstance(items, getattr(torch_data, kind))
 
 
+def in_order(classes: list[Any], items: Any) -> list[Any]:
+    """The names of the classes of a Dataset in the order of its numbers.
+
+    Args:
+        classes: As the Dataset lists them.
+        items: The Dataset; where it has a ``class_to_idx`` that says otherwise, as one whose
+            ``find_classes`` gives the numbers of a model, that holds: its labels are made by it.
+
+    Raises:
+        DataError: That gives two names one number, or a number that is none of a class.
+    """
+    number_of_class: Any = getattr(items, "class_to_idx", None)
+    if not isinstance(number_of_class, Mapping) or not number_of_class:
+        return classes
+    listed_at = {name: i for i, name in enumerate(classes) if isinstance(name, str)}
+    if all(number_of_class.get(name, i) == i for name, i in listed_at.items()):
+        return classes
+    names = {number: name for name, number in number_of_class.items()}
+    are_numbers = all(
+        isinstance(number, (int, np.integer)) and 0 <= number < 10**6 for number in names
+    )
+    if not are_numbers or len(names) < len(number_of_class):
+        raise DataError(
+            f"classes and class_to_idx of {type(items).__name__.lower()} contradict each other; "
+            "give labels=, one text a sample"
+        )
+    return [names.get(number, str(number)) for number in range(max(names) + 1)]
+
+
 def _classes(items: Any) -> Sequence[Any] | None:
     """The names of the classes of a Dataset, or of the one that a Subset is of."""
     classes: Any = getattr(items, "classes", None)
     if classes is None and _is_of_torch(items, "Subset"):
         return _classes(items.dataset)
     is_list = isinstance(classes, (Sequence, np.ndarray)) and not isinstance(classes, str)
-    return list(classes) if is_list else None
+    return in_order(list(classes), items) if is_list else None
 
 
 def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:

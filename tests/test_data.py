@@ -1268,3 +1268,39 @@ def test_the_name_of_a_folder_may_be_of_any_bytes(tmp_path: Path) -> None:
     root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/p\x80s"))
     _put(root, "a/1.png")
     assert data.folder(str(root)).name == "p\\x80s"
+
+
+@pytest.mark.parametrize(
+    ("class_to_idx", "targets", "names", "numbers"),
+    [
+        ({"cat": 0, "dog": 1}, [0, 1, 1], ["cat", "dog", "dog"], [0, 1]),
+        ({"cat": 1, "dog": 0}, [1, 0, 0], ["cat", "dog", "dog"], [0, 1]),
+        ({"cat": 281, "dog": 7}, [281, 7, 7], ["cat", "dog", "dog"], [7, 281]),
+    ],
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_names_of_classes_are_by_the_numbers_that_a_dataset_gives_them(
+    class_to_idx: dict[str, int],
+    targets: list[int],
+    names: list[str],
+    numbers: list[int],
+    within: bool,
+) -> None:
+    class Numbered(
+        torch.utils.data.Dataset[Any]
+    ):  # as of an ImageFolder with a find_classes of its own
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.zeros(2), targets[i]
+
+    items: Any = Numbered()
+    items.classes, items.class_to_idx, items.targets = ["cat", "dog"], class_to_idx, targets
+    source = data.in_memory(torch.utils.data.Subset(items, [0, 1, 2]) if within else items)
+    assert source.labels is not None
+    assert [source.label_names[i] for i in source.labels] == names
+    assert source.label_numbers == numbers
+    items.class_to_idx = {"cat": 1, "dog": 1}
+    with pytest.raises(DataError, match="classes and class_to_idx of numbered contradict"):
+        data.in_memory(items)
