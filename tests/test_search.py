@@ -221,6 +221,28 @@ def test_copies_and_near_ones_are_grouped_as_a_plain_loop_does(
     assert "in 1 of the groups the labels differ" in lines
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e-5])
+def test_more_copies_than_a_row_has_neighbours_are_one_group_with_those_near_them(
+    tmp_path: Path, spread: float
+) -> None:
+    x = rows(70)
+    x[:11], x[11:22] = x[0], x[0] + 1e-3  # a picture saved twice, and each many times
+    x[:22] += np.random.default_rng(1).normal(size=(22, x.shape[1])) * spread
+    path = embeddings_file(tmp_path, x, labels=["a"] * 11 + ["b"] * 59)
+    found = search(path, find="duplicates", metric="euclidean", threshold=0.01, sheet=0)
+    table = found.tables["duplicates"]
+    assert {row["row"] for row in table if row["group"] == 1} == set(range(22))
+    assert found.about["duplicates"]["groups_whose_labels_differ"] == 1
+
+
+def test_rows_too_many_to_link_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["embedx.search"], "_LINKS_MOST", 100)
+    search(embeddings_file(tmp_path, rows(60)), find="duplicates", threshold=3.0, sheet=0)
+    assert "60 rows have more rows that are closer than 3 than were looked at" in caplog.text
+
+
 @pytest.mark.parametrize(("threshold", "n"), [(0.0, 5), (3.0, 60)])
 def test_a_threshold_is_taken_as_it_is(threshold: float, n: int, tmp_path: Path) -> None:
     x, _ = planted_copies()
