@@ -231,6 +231,11 @@ def in_memory(
                 aloud.append(f"-1 in the items of {kind} is taken for no label")
         elif looked is not None and looked.are_pairs:
             aloud.append(f"the labels in the items of {kind} are not read; give them as labels=")
+        if found is None and _is_long(getattr(items, "targets", None), n):
+            aloud.append(
+                f"the targets of {kind} are not one number or text a sample and are passed over; "
+                "labels= gives others"
+            )
     labels, ids = _listed(labels, "labels"), _listed(ids, "ids")
     for what, given in (("labels", labels), ("ids", ids)):
         if given is not None and len(given) != n:
@@ -395,8 +400,8 @@ def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:
     """The labels that a Dataset can tell without reading its items, and its classes."""
     n = len(items)
     targets: Any = getattr(items, "targets", None)
-    if hasattr(targets, "__len__") and len(targets) == n:
-        return _listed(targets, "targets") or [], _classes(items)
+    if (own := _one_each(targets, n)) is not None:
+        return own, _classes(items)
     if _is_of_torch(items, "TensorDataset") and len(items.tensors) > 1:
         second = as_array(items.tensors[1])
         if second is not None and second.ndim == 1 and second.dtype.kind in "iu":
@@ -408,6 +413,26 @@ def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:
         known = [part for part in parts if part is not None]
         return _joined(known) if len(known) == len(parts) else None
     return None
+
+
+def _is_long(values: Any, n: int) -> bool:
+    return hasattr(values, "__len__") and getattr(values, "shape", None) != () and len(values) == n
+
+
+def _one_each(targets: Any, n: int) -> list[Any] | None:
+    """The numbers or texts of n targets; None where those are something else, as sets of labels."""
+    if not _is_long(targets, n):
+        return None
+    array = as_array(targets)
+    if isinstance(targets, (Mapping, Set)) or (array is not None and array.ndim != 1):
+        return None
+    values = _listed(targets, "targets") or []
+    for i, value in enumerate(values):
+        one = as_array(value)
+        if isinstance(value, (list, tuple, Mapping, Set)) or (one is not None and one.size != 1):
+            return None
+        values[i] = value if one is None else one.item()
+    return values
 
 
 def _joined(

@@ -1304,3 +1304,24 @@ def test_names_of_classes_are_by_the_numbers_that_a_dataset_gives_them(
     items.class_to_idx = {"cat": 1, "dog": 1}
     with pytest.raises(DataError, match="classes and class_to_idx of numbered contradict"):
         data.in_memory(items)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [torch.zeros(4, 5), [[1], [2, 3], [], [1]], [{"a": 1}] * 4, dict.fromkeys("abcd", 1)],
+)
+def test_targets_that_are_no_labels_are_passed_over_and_that_is_told(targets: Any) -> None:
+    class Items(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.full((3,), float(i))
+
+    items: Any = Items()
+    items.targets = targets
+    source = data.in_memory(items)
+    assert source.labels is None
+    assert any("are not one number or text a sample" in line for line in source.warnings)
+    items.targets = [torch.tensor(i % 2) for i in range(4)]
+    assert data.in_memory(items).label_names == ["0", "1"]
