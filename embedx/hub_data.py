@@ -401,7 +401,7 @@ def _item_kind(kind: Any) -> Literal["picture", "text"] | None:
         return found if found == "picture" else None
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return "picture"
-    return "text" if is_text(kind) else None
+    return "text" if _is_texts(kind) else None
 
 
 def _item_column(table: _Table, column: str | None) -> _Item:
@@ -422,7 +422,9 @@ def _item_column(table: _Table, column: str | None) -> _Item:
     pictures = [name for name, kind in kinds.items() if kind == "picture"]
     texts = [name for name, kind in kinds.items() if kind == "text"]
     named = [name for name in _TEXT_NAMES if name in texts]
-    likely = pictures or named[:1] or texts
+    # As dictionaries, which pandas' categories are, texts are rather classes.
+    plain = [name for name in texts if is_text(table.type_of(name))]
+    likely = pictures or named[:1] or plain or texts
     if len(likely) == 1:
         return _Item(likely[0], kinds[likely[0]])
     if likely:

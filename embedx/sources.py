@@ -497,7 +497,7 @@ def counted_through(
     are_whole = all(  # floats too, which a column with missing values has in pandas
         type(label) is not bool
         and isinstance(label, (int, float, np.number))
-        and float(label).is_integer()
+        and (isinstance(label, (int, np.integer)) or float(label).is_integer())
         for label in unique
     )
     numbers = [int(label) for label in unique] if are_whole and unique else None

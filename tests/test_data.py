@@ -1077,6 +1077,8 @@ def test_labels_are_told_apart_as_they_are_given() -> None:
     assert large.label_names == ["0", str(2**63), str(2**63 + 1)]
     assert large.labels is not None
     assert large.labels.tolist() == [1, 2, 0]
+    larger = data.in_memory(items, labels=[10**400, 0, 1])  # than any float
+    assert larger.label_numbers == [0, 1, 10**400]
     assert data.in_memory(items, labels=["a", "a\0", "b"]).label_names == ["a", "a\0", "b"]
     for labels, message in (
         ([1, "1", 2], "the labels are texts and numbers; give one text or one number a sample"),

@@ -424,3 +424,31 @@ def test_numbers_that_no_class_has_are_told_in_metadata_and_as_labels(tmp_path: 
         "kept as an empty text",
         f"-1 among the labels of {tmp_path / 'x.parquet'} is a class of that name",
     )
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_texts_that_are_kept_as_a_dictionary_are_items_too(suffix: str, tmp_path: Path) -> None:
+    texts = ["ja", "nein", None, "ja"]
+    columns = {
+        "text": pa.array(texts).dictionary_encode(),
+        "caption": pa.array(list("abcd")),
+        "breed": pa.array(list("xyxy")).dictionary_encode(),
+    }
+
+    def write(*names: str) -> str:
+        path = tmp_path / f"x{suffix}"
+        table = pa.table({name: columns[name] for name in names})
+        if suffix == ".parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+                out.write_table(table)
+        return str(path)
+
+    source = huggingface(write("text", "caption"))
+    assert [source.read(i) for i in (0, 1, 3)] == ["ja", "nein", "ja"]
+    with pytest.raises(DataError, match="it has no text in the column text"):
+        source.read(2)
+    assert source.metadata["text"] == ["ja", "nein", "", "ja"]
+    assert huggingface(write("caption", "breed")).read(0) == "a"
+    assert huggingface(write("caption", "breed"), column="breed").read(1) == "y"
