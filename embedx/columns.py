@@ -75,8 +75,8 @@ def from_values(values: Sequence[Any]) -> Column | None:
 
     Returns:
         Shape ``(n,)``: bool, int64 or float64 where all are such, missing numbers being NaN; else
-        texts, a missing one being empty and others than texts as JSON writes them. None where one
-        is a list or an object.
+        texts, a missing one being empty and others than texts as JSON writes them, 3.0 as 3. None
+        where one is a list or an object.
     """
     present = [value for value in values if value is not None]
     if any(isinstance(value, (list, dict)) for value in present):
@@ -89,7 +89,20 @@ def from_values(values: Sequence[Any]) -> Column | None:
             return np.array(values, np.int64)
         if all(abs(value) <= _EXACT for value in present if isinstance(value, int)):
             return np.array([np.nan if value is None else value for value in values], np.float64)
-    return ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
+    return list(map(_as_text, values))
+
+
+def _as_text(value: Any) -> str:
+    """A value of JSON among texts: a missing one is empty, and 3.0 is 3.
+
+    So it reads the same whatever stood beside it: a whole number among others that are not is a
+    float when texts join them.
+    """
+    if value is None or (isinstance(value, float) and isnan(value)):
+        return ""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+        return str(int(value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def numbers_first(label: str) -> tuple[int, int, str]:
@@ -130,7 +143,7 @@ def concatenated(parts: Sequence[tuple[int, Column | None]]) -> Column:
         elif isinstance(column, list):
             texts += column
         else:
-            texts += ["" if isnan(v) else json.dumps(v) for v in column.tolist()]
+            texts += map(_as_text, column.tolist())
     return texts
 
 

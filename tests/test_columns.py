@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,25 @@ def test_names_that_come_again_become_unique_and_a_first_one_stays(names: list[s
     assert n_again == len(names) - len(set(names))
     for i, (name, made) in enumerate(zip(names, unique, strict=True)):
         assert made == name if name not in names[:i] else made.startswith(f"{name}#")
+
+
+JSON_VALUES = [None, 3, 3.0, 0.5, -0.0, 1e16, 2**60, 2**70, float("nan"), True, "3.0", "a", ""]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(JSON_VALUES), min_size=1), min_size=1, max_size=4),
+)
+def test_a_value_reads_the_same_however_samples_are_cut_into_shards(parts: list[list[Any]]) -> None:
+    whole = columns.from_values([value for part in parts for value in part])
+    made = [
+        None if all(value is None for value in part) else columns.from_values(part)
+        for part in parts
+    ]
+    joined = columns.concatenated([(len(p), c) for p, c in zip(parts, made, strict=True)])
+    if isinstance(whole, list):
+        assert joined == whole
+    elif whole is not None:
+        np.testing.assert_array_equal(joined, whole)
 
 
 def test_labels_are_counted_through_as_numbers_where_all_are_and_else_as_texts() -> None:
