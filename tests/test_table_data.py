@@ -330,3 +330,15 @@ def test_minus_one_among_whole_numbers_is_a_class_and_that_is_told(folder: Path)
     assert texts.warnings == source.warnings
     path.write_text("path,label\nphotos/0.png,-1\nphotos/1.png,x\n")
     assert table(str(path)).warnings == ()
+
+
+def test_a_path_that_goes_up_out_of_a_link_reads_no_other_file(folder: Path) -> None:
+    (folder / "deep" / "er").mkdir(parents=True)
+    Image.new("RGB", (8, 8), (200, 0, 0)).save(folder / "deep" / "x.png")
+    Image.new("RGB", (8, 8), (10, 0, 0)).save(folder / "x.png")
+    (folder / "link").symlink_to("deep/er")
+    (folder / "t.csv").write_text("path\nlink/../x.png\ndeep/../x.png\ndeep/er/../x.png\n")
+    source = table(str(folder / "t.csv"))
+    with pytest.raises(DataError, match="goes up .* out of a link"):
+        source.read(0)
+    assert [np.asarray(source.read(i))[0, 0, 0] for i in (1, 2)] == [10, 200]
