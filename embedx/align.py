@@ -36,6 +36,19 @@ def space_of(identity: Mapping[str, Any], layer: str) -> dict[str, Any]:
     return space
 
 
+def untold(mine: Mapping[str, Any], its: Mapping[str, Any]) -> str:
+    """What cannot be told of two files' spaces, as a line; empty where nothing is missing.
+
+    Args:
+        mine: What :func:`space_of` gives of the one, perhaps with further settings.
+        its: The same of the other.
+    """
+    known = mine.keys() & its.keys()
+    missing = [key for key in dict.fromkeys([*SPACE, *mine]) if key not in known]
+    what = ", ".join(missing)
+    return f"whether both were made with the same {what} cannot be told" if missing else ""
+
+
 def shared_rows(ours: Sequence[str], theirs: Sequence[str]) -> tuple[Array, Array]:
     """The rows of two files that have the same id.
 

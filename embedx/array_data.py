@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
+from embedx.columns import minus_one_told
 from embedx.errors import ConfigError, DataError, listed, nearest
 from embedx.pictures import PIXELS_MOST, picture
 from embedx.sources import (
@@ -65,8 +66,8 @@ def array(
 
     Raises:
         ConfigError: There is no such array, or it could be meant in several ways.
-        DataError: The file cannot be read, holds more than it says, or values whose range is not
-            known.
+        DataError: The file cannot be read, does not match its checksum, says that it holds more
+            than it does, or holds values whose range is not known.
     """
     where = Path(path).expanduser()
     limited(0, limit)
@@ -75,6 +76,7 @@ def array(
     found = _chosen(where, arrays, refused, key)
     if found.dtype.kind not in "biuf":
         raise DataError(f"{found} holds texts ({found.dtype}); name one of numbers")
+    found.require_whole()
     is_inferred = layout is None
     layout = _inferred(found) if layout is None else layout
     _require_layout(found, layout)
@@ -99,12 +101,11 @@ def array(
     names: list[str] = []
     numbers: list[int] | None = None
     indices: Array | None = None
-    warnings = []
+    warnings: list[str] = []
     if texts is not None:
         indices, names, numbers = counted_through(texts[:n], None)
         note += f", labels by {label_by}: {len(names)} classes"
-        if "-1" in names:
-            warnings.append(f"-1 among the labels of {path} is a class of that name")
+        warnings += minus_one_told(names, path)
     else:
         note += ", no labels"
     if n < len(found):

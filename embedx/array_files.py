@@ -23,6 +23,7 @@ ROWS_MOST = 100_000_000
 ROW_BYTES_MOST = 2**30
 _KINDS = "biufUS"
 _MEMBERS_MOST = 10_000
+_CHECKED_BYTES = 2**20
 
 
 class ArrayFile:
@@ -37,10 +38,19 @@ class ArrayFile:
         dtype: Its type.
     """
 
-    def __init__(self, path: Path, key: str, reader: "_Reader", *, n: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        key: str,
+        reader: "_Reader",
+        *,
+        n: int | None = None,
+        member: str | None = None,
+    ) -> None:
         self.path = path
         self.key = key
         self._reader = reader
+        self._member = member  # of a zip archive, which has a checksum of it
         self.shape = (reader.shape[0] if n is None else n, *reader.shape[1:])
         self.dtype = reader.dtype
 
@@ -67,14 +77,31 @@ class ArrayFile:
 
     def first(self, n: int) -> "ArrayFile":
         """The same with its first n rows alone."""
-        return ArrayFile(self.path, self.key, self._reader, n=n)
+        return ArrayFile(self.path, self.key, self._reader, n=n, member=self._member)
+
+    def require_whole(self) -> None:
+        """Hold what is in a ``.npz`` to its checksum, for which it is read through once.
+
+        Raises:
+            DataError: It does not match.
+        """
+        if self._member is None:
+            return
+        with (
+            _reading(self.path),
+            zipfile.ZipFile(self.path) as archive,
+            archive.open(self._member) as file,
+        ):
+            while file.read(_CHECKED_BYTES):
+                pass
 
     def as_list(self) -> list[Any]:
         """The numbers or texts of an array of one axis.
 
         Raises:
-            DataError: Texts that are not UTF-8.
+            DataError: Texts that are not UTF-8, or a checksum that does not match.
         """
+        self.require_whole()
         values = self[:]
         self.close()
         if values.dtype.kind != "S":
@@ -163,7 +190,9 @@ def _npz(path: Path) -> tuple[dict[str, ArrayFile], dict[str, str]]:
                 base = info.header_offset + 30 + sum(np.frombuffer(lengths, "<u2").tolist())
             try:
                 with archive.open(info) as file:
-                    found = _member(path, key, file, base=base, room=info.file_size)
+                    found = _member(
+                        path, key, file, base=base, room=info.file_size, member=info.filename
+                    )
             except ValueError as error:  # something else beside the arrays
                 found = f"is no array ({short(first_line(error))})"
             if isinstance(found, str):
@@ -174,7 +203,13 @@ def _npz(path: Path) -> tuple[dict[str, ArrayFile], dict[str, str]]:
 
 
 def _member(
-    path: Path, key: str, file: IO[bytes], *, base: int | None, room: int
+    path: Path,
+    key: str,
+    file: IO[bytes],
+    *,
+    base: int | None,
+    room: int,
+    member: str | None = None,
 ) -> ArrayFile | str:
     """An array in NumPy's format, or why it is not read.
 
@@ -184,6 +219,7 @@ def _member(
         file: At its first byte.
         base: Where that is in ``path``; None where it is compressed.
         room: How many bytes it has.
+        member: What it is called in ``path``, where that is a zip archive.
 
     Raises:
         ValueError: It has no header of an array.
@@ -214,9 +250,12 @@ def _member(
     if base is None and is_turned:
         return "is compressed and stored column by column; save np.ascontiguousarray of it"
     if base is None:
-        return ArrayFile(path, key, _Inflated(path, f"{key}.npy", shape, dtype, header_bytes))
-    kind = _Turned if is_turned else _Plain
-    return ArrayFile(path, key, kind(path, shape, dtype, base + header_bytes))
+        assert member is not None
+        reader: _Reader = _Inflated(path, member, shape, dtype, header_bytes)
+    else:
+        kind = _Turned if is_turned else _Plain
+        reader = kind(path, shape, dtype, base + header_bytes)
+    return ArrayFile(path, key, reader, member=member)
 
 
 def _refusal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
@@ -294,13 +333,14 @@ class _Plain(_Reader):
     """
 
     _fd = -1
+    _close = staticmethod(os.close)  # at the exit of Python the module is gone before the rows are
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_fd": -1}
 
     def __del__(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            self._close(self._fd)
 
     def __init__(
         self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int

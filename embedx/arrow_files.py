@@ -304,6 +304,10 @@ def _held(piece: Any) -> Any:
 
 
 def _bytes_of(scalar: Any) -> bytes | None:
+    import pyarrow as pa
+
+    if isinstance(scalar, pa.DictionaryScalar) and scalar.is_valid:
+        scalar = scalar.value
     if not scalar.is_valid:
         return None
     held = scalar.as_buffer()

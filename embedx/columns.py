@@ -4,7 +4,7 @@ import decimal
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isnan
 from typing import Any
 
@@ -75,8 +75,8 @@ def from_values(values: Sequence[Any]) -> Column | None:
 
     Returns:
         Shape ``(n,)``: bool, int64 or float64 where all are such, missing numbers being NaN; else
-        texts, a missing one being empty and others than texts as JSON writes them. None where one
-        is a list or an object.
+        texts, a missing one being empty and others than texts as JSON writes them, 3.0 as 3. None
+        where one is a list or an object.
     """
     present = [value for value in values if value is not None]
     if any(isinstance(value, (list, dict)) for value in present):
@@ -89,7 +89,20 @@ def from_values(values: Sequence[Any]) -> Column | None:
             return np.array(values, np.int64)
         if all(abs(value) <= _EXACT for value in present if isinstance(value, int)):
             return np.array([np.nan if value is None else value for value in values], np.float64)
-    return ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
+    return list(map(_as_text, values))
+
+
+def _as_text(value: Any) -> str:
+    """A value of JSON among texts: a missing one is empty, and 3.0 is 3.
+
+    So it reads the same whatever stood beside it: a whole number among others that are not is a
+    float when texts join them.
+    """
+    if value is None or (isinstance(value, float) and isnan(value)):
+        return ""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+        return str(int(value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def numbers_first(label: str) -> tuple[int, int, str]:
@@ -130,7 +143,7 @@ def concatenated(parts: Sequence[tuple[int, Column | None]]) -> Column:
         elif isinstance(column, list):
             texts += column
         else:
-            texts += ["" if isnan(v) else json.dumps(v) for v in column.tolist()]
+            texts += map(_as_text, column.tolist())
     return texts
 
 
@@ -282,9 +295,16 @@ def _unfit(texts: Sequence[str]) -> tuple[str, str]:
 
 
 def whole_numbers(texts: Sequence[str]) -> list[int] | None:
-    """The numbers that texts spell; None where there is none, or one is no whole number."""
-    are_whole = all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in texts)
-    return [int(text) for text in texts] if texts and are_whole else None
+    """The numbers that texts spell; None where there is none, or one is no whole number.
+
+    Nor are they numbers where two texts, as 1 and 01, would be one.
+    """
+    numbers = [int(text) for text in texts] if _are_whole(texts) else []
+    return numbers if numbers and len(set(numbers)) == len(set(texts)) else None
+
+
+def _are_whole(texts: Collection[str]) -> bool:
+    return all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in texts)
 
 
 def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
@@ -293,10 +313,17 @@ def indexed(texts: Sequence[str]) -> tuple[Array, list[str]]:
     The names are sorted, as numbers where all are whole ones.
     """
     unique = set(texts) - {""}
-    numbers = whole_numbers(list(unique)) is not None
+    numbers = _are_whole(unique)
     names = sorted(unique, key=lambda text: (int(text), text) if numbers else (0, text))
     index = {text: i for i, text in enumerate(names)}
     return np.array([index.get(text, -1) for text in texts], np.int32), names
+
+
+def minus_one_told(label_names: Sequence[str], where: str) -> tuple[str, ...]:
+    """That -1 is a class, where whole numbers are labels; many a program means none by it."""
+    if "-1" not in label_names or not _are_whole(label_names):
+        return ()
+    return (f"-1 among the labels of {where} is a class of that name",)
 
 
 def unique_names(names: Sequence[str]) -> tuple[list[str], int]:

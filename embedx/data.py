@@ -232,6 +232,11 @@ def in_memory(
                 aloud.append(f"-1 in the items of {kind} is taken for no label")
         elif looked is not None and looked.are_pairs:
             aloud.append(f"the labels in the items of {kind} are not read; give them as labels=")
+        if found is None and _is_long(getattr(items, "targets", None), n):
+            aloud.append(
+                f"the targets of {kind} are not one number or text a sample and are passed over; "
+                "labels= gives others"
+            )
     labels, ids = _listed(labels, "labels"), _listed(ids, "ids")
     for what, given in (("labels", labels), ("ids", ids)):
         if given is not None and len(given) != n:
@@ -354,6 +359,35 @@ def _is_of_torch(items: Any, kind: str) -> bool:
     return torch_data is not None and isinstance(items, getattr(torch_data, kind))
 
 
+def in_order(classes: list[Any], items: Any) -> list[Any]:
+    """The names of the classes of a Dataset in the order of its numbers.
+
+    Args:
+        classes: As the Dataset lists them.
+        items: The Dataset; where it has a ``class_to_idx`` that says otherwise, as one whose
+            ``find_classes`` gives the numbers of a model, that holds: its labels are made by it.
+
+    Raises:
+        DataError: That gives two names one number, or a number that is none of a class.
+    """
+    number_of_class: Any = getattr(items, "class_to_idx", None)
+    if not isinstance(number_of_class, Mapping) or not number_of_class:
+        return classes
+    listed_at = {name: i for i, name in enumerate(classes) if isinstance(name, str)}
+    if all(number_of_class.get(name, i) == i for name, i in listed_at.items()):
+        return classes
+    names = {number: name for name, number in number_of_class.items()}
+    are_numbers = all(
+        isinstance(number, (int, np.integer)) and 0 <= number < 10**6 for number in names
+    )
+    if not are_numbers or len(names) < len(number_of_class):
+        raise DataError(
+            f"classes and class_to_idx of {type(items).__name__.lower()} contradict each other; "
+            "give labels=, one text a sample"
+        )
+    return [names.get(number, str(number)) for number in range(max(names) + 1)]
+
+
 def _classes(items: Any) -> Sequence[Any] | None:
     """The names of the classes of a Dataset, or of all those that it wraps, if they are the same.
 
@@ -375,7 +409,7 @@ def _classes_of_parts(items: Any) -> list[list[Any] | None]:
     if classes is None and _is_of_torch(items, "ConcatDataset"):
         return [names for part in items.datasets for names in _classes_of_parts(part)]
     is_list = isinstance(classes, (Sequence, np.ndarray)) and not isinstance(classes, str)
-    return [list(classes) if is_list else None]
+    return [in_order(list(classes), items) if is_list else None]
 
 
 def _require_one_meaning(items: Any, kind: str) -> list[str]:
@@ -408,8 +442,8 @@ def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:
     """The labels that a Dataset can tell without reading its items, and its classes."""
     n = len(items)
     targets: Any = getattr(items, "targets", None)
-    if hasattr(targets, "__len__") and len(targets) == n:
-        return _listed(targets, "targets") or [], _classes(items)
+    if (own := _one_each(targets, n)) is not None:
+        return own, _classes(items)
     if _is_of_torch(items, "TensorDataset") and len(items.tensors) > 1:
         second = as_array(items.tensors[1])
         if second is not None and second.ndim == 1 and second.dtype.kind in "iu":
@@ -421,6 +455,26 @@ def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:
         known = [part for part in parts if part is not None]
         return _joined(known) if len(known) == len(parts) else None
     return None
+
+
+def _is_long(values: Any, n: int) -> bool:
+    return hasattr(values, "__len__") and getattr(values, "shape", None) != () and len(values) == n
+
+
+def _one_each(targets: Any, n: int) -> list[Any] | None:
+    """The numbers or texts of n targets; None where those are something else, as sets of labels."""
+    if not _is_long(targets, n):
+        return None
+    array = as_array(targets)
+    if isinstance(targets, (Mapping, Set)) or (array is not None and array.ndim != 1):
+        return None
+    values = _listed(targets, "targets") or []
+    for i, value in enumerate(values):
+        one = as_array(value)
+        if isinstance(value, (list, tuple, Mapping, Set)) or (one is not None and one.size != 1):
+            return None
+        values[i] = value if one is None else one.item()
+    return values
 
 
 def _joined(

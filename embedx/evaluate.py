@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from embedx import ready_made, store
 from embedx.align import shared_rows
 from embedx.checks import checked
 from embedx.disk import replace_file
-from embedx.errors import DataError
+from embedx.errors import DataError, number_of, short
 from embedx.matrix import Matrix
 from embedx.neighbors import layer_graph, metric_of
 from embedx.ready_made import Given
@@ -225,7 +226,14 @@ def _between_epochs(opened: Embeddings, point: str) -> dict[str, Any] | None:
     chosen = found[spread]
     names = np.asarray(samples)
     at = [np.flatnonzero(usable & (epochs == epoch)) for epoch in chosen]
-    common = set(names[at[0]].tolist()).intersection(*(names[rows].tolist() for rows in at[1:]))
+    counts = [Counter(names[rows].tolist()) for rows in at]
+    several = {name for count in counts for name, n in count.items() if n > 1}
+    if several:
+        log.warning(
+            "CKA of epochs, %s, leaves out %s that an epoch has more than once, as %s",
+            *(point, number_of(len(several), "sample", "samples"), short(repr(min(several)))),
+        )
+    common = set.intersection(*map(set, counts)) - several
     at = [rows[np.isin(names[rows], list(common))] for rows in at]
     at = [rows[np.argsort(names[rows], kind="stable")] for rows in at]
     between = cka_matrix([Matrix(opened.embeddings[point], rows) for rows in at])

@@ -23,10 +23,19 @@ from embedx.columns import (
     is_label_name,
     is_text,
     kept,
+    minus_one_told,
     require_ids,
     require_labels,
 )
-from embedx.errors import ConfigError, DataError, first_line, listed, missing_extra, short
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    first_line,
+    listed,
+    missing_extra,
+    number_of,
+    short,
+)
 from embedx.matrix import Array
 from embedx.pictures import decode_bytes
 from embedx.sources import (
@@ -126,7 +135,7 @@ def huggingface(
     label_column = _label_column(table, label, {item.name, id})
     labels, label_names, label_numbers = _labels(table, label_column)
     ids = _ids(table, id)
-    metadata, passed_over, cut = _metadata(table, item, {label_column, id})
+    metadata, passed_over, cut, nameless = _metadata(table, item, {label_column, id})
     files = tuple((one.shown, one.n_rows, one.stamp) for one in table.rows.files)
     stated = [(f"{item.name} of {name}", *stamp) for name, _, stamp in files]
     paths = table.rows.paths(item.name) if item.kind == "picture" else {}
@@ -159,7 +168,12 @@ def huggingface(
         label_numbers=label_numbers,
         metadata=metadata,
         notes=(*notes, *cut),
-        warnings=(*found.warnings, *beside.told()),
+        warnings=(
+            *found.warnings,
+            *beside.told(),
+            *nameless,
+            *minus_one_told(label_names, found.shown),
+        ),
         root=found.top,
         reads_files=True,
     )
@@ -459,7 +473,7 @@ def _item_kind(kind: Any) -> Literal["picture", "text"] | None:
         return found if found == "picture" else None
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return "picture"
-    return "text" if is_text(kind) else None
+    return "text" if _is_texts(kind) else None
 
 
 def _item_column(table: _Table, column: str | None) -> _Item:
@@ -480,7 +494,9 @@ def _item_column(table: _Table, column: str | None) -> _Item:
     pictures = [name for name, kind in kinds.items() if kind == "picture"]
     texts = [name for name, kind in kinds.items() if kind == "text"]
     named = [name for name in _TEXT_NAMES if name in texts]
-    likely = pictures or named[:1] or texts
+    # As dictionaries, which pandas' categories are, texts are rather classes.
+    plain = [name for name in texts if is_text(table.type_of(name))]
+    likely = pictures or named[:1] or plain or texts
     if len(likely) == 1:
         return _Item(likely[0], kinds[likely[0]])
     if likely:
@@ -540,11 +556,12 @@ def _labels(table: _Table, name: str | None) -> tuple[Array | None, list[str], l
 
 def _outside(values: Sequence[Any], n_names: int) -> int | None:
     """The first row whose value is no index into so many names."""
-    for row, value in enumerate(values):
-        is_index = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_index and -1 <= value < n_names):
-            return row
-    return None
+    return next((row for row, value in enumerate(values) if _is_outside(value, n_names)), None)
+
+
+def _is_outside(value: Any, n_names: int) -> bool:
+    is_index = isinstance(value, int) and not isinstance(value, bool)
+    return value is not None and not (is_index and -1 <= value < n_names)
 
 
 def _ids(table: _Table, name: str | None) -> Sequence[str]:
@@ -558,10 +575,15 @@ def _ids(table: _Table, name: str | None) -> Sequence[str]:
 
 def _metadata(
     table: _Table, item: _Item, taken: set[str | None]
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Columns beside items, labels and ids; what has no place in one; which texts were cut."""
+) -> tuple[dict[str, Any], list[str], list[str], list[str]]:
+    """Columns beside items, labels and ids, and what is to be said of them.
+
+    Returns:
+        The columns; what has no place in one; which texts were cut; which numbers of classes have
+        no name.
+    """
     columns: dict[str, Any] = {}
-    passed_over, cut = [], []
+    passed_over, cut, nameless = [], [], []
     for name in table.names:
         key, kind, is_item = name, table.type_of(name), name == item.name
         if name in taken or (is_item and item.kind == "picture"):
@@ -581,15 +603,22 @@ def _metadata(
         if _is_texts(kind):
             column = table.rows.texts(name)
         elif names := table.class_names(name):
+            numbers = table.values(name, "column")
+            bad = [row for row, i in enumerate(numbers) if _is_outside(i, len(names))]
+            if bad:
+                nameless.append(
+                    f"{number_of(len(bad), 'row has', 'rows have')} in {name} a number that is "
+                    f"none of its {len(names)} classes, the first {numbers[bad[0]]!r} in row "
+                    f"{bad[0]}: it is kept as an empty text"
+                )
             column = [
-                names[i] if isinstance(i, int) and 0 <= i < len(names) else ""
-                for i in table.values(name, "column")
+                "" if i in (None, -1) or _is_outside(i, len(names)) else names[i] for i in numbers
             ]
         else:
             column = table.rows.converted(name, from_arrow)
         columns[key], said = kept(column, key, is_item=is_item)
         cut += said
-    return columns, passed_over, cut
+    return columns, passed_over, cut, nameless
 
 
 # --------------------------------------------------------------------------- items

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from embedx import ready_made, store
-from embedx.align import SPACE, places_in, procrustes, space_of
+from embedx.align import places_in, procrustes, space_of, untold
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
 from embedx.disk import writing_lock
@@ -830,11 +830,10 @@ def _refuse_other_model(
     mine, other = (
         {**file.point_attrs[layer], **space_of(file.identity, layer)} for file in (opened, parent)
     )
-    known = mine.keys() & other.keys()
-    if unknown := [key for key in dict.fromkeys([*SPACE, *mine]) if key not in known]:
-        log.warning("whether both were made with the same %s cannot be told", ", ".join(unknown))
+    if unknown := untold(mine, other):
+        log.warning("%s", unknown)
     for key in mine:
-        if key in known and mine[key] != other[key]:
+        if key in other and mine[key] != other[key]:
             raise DataError(
                 f"transform_from={source.path} is a map of rows with {key} "
                 f"{short(str(other[key]), most=60)}, and {opened.path} has "

@@ -22,6 +22,7 @@ from embedx.columns import (
     indexed,
     is_label_name,
     kept,
+    minus_one_told,
     plain_name,
     spelled_label,
     storable,
@@ -101,6 +102,7 @@ class _Vectors:
         labels: Indices ``(n,)`` and their names, or None.
         metadata: Columns.
         notes: What was found and passed over.
+        warnings: What is likely not as it was meant.
         is_as_it_was: Whether the file is still the one of which this is known.
     """
 
@@ -115,6 +117,7 @@ class _Vectors:
     labels: tuple[Array, list[str]] | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     is_as_it_was: Callable[[], bool] = lambda: True
 
     def rows(self) -> Iterator[tuple[Array, dict[int, str]]]:
@@ -212,6 +215,8 @@ def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int, *, of_row
     """
     for note in vectors.notes:
         log.info("%s", note)
+    for warning in vectors.warnings:
+        log.warning("%s", warning)
     ids = vectors.ids or [str(i) for i in range(vectors.n)]
     field = store.embeddings_field(
         vectors.layer,
@@ -326,8 +331,14 @@ def _of_file(path: Path) -> _Vectors:
         )
     ((key, chosen),) = found.items()
     _require_rows(chosen.shape, chosen.dtype, str(path))
+    chosen.require_whole()
     n, d = chosen.shape
-    ids, labels, metadata, notes = _beside(path, arrays, n)
+    by_label, aloud = _labelling(
+        path,
+        [key for key, one in arrays.items() if one.shape == (n,) and is_label_key(key)],
+        are_named="label_names" in arrays,
+    )
+    ids, labels, metadata, notes = _beside(path, arrays, n, by_label=by_label)
     notes += [f"passed over: {name} {why}" for name, why in refused.items()]
     if _stored(chosen.dtype) != chosen.dtype:
         notes.append(f"{path}: numbers of {chosen.dtype} are kept as float32")
@@ -343,11 +354,33 @@ def _of_file(path: Path) -> _Vectors:
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),
+        warnings=(*aloud, *minus_one_told(labels[1] if labels else (), str(path))),
     )
 
 
+def _labelling(
+    path: Path, names: Sequence[str], *, are_named: bool = False
+) -> tuple[str | None, list[str]]:
+    """Which of the arrays or columns that could be it has the labels, and what is to be said of it.
+
+    Args:
+        path: The file.
+        names: Of those that could be it, in their order; where there are none it is None.
+        are_named: Whether the file has names for ``labels``.
+    """
+    if not names:
+        return None, []
+    chosen = next((one for one in names if are_named and one.endswith("labels")), names[0])
+    if len(names) == 1:
+        return chosen, []
+    return chosen, [
+        f"{path} has {listed(names)}: the labels are {chosen}, and what is left is metadata; to "
+        "take another, save the file without the ones that are not meant"
+    ]
+
+
 def _beside(
-    path: Path, arrays: dict[str, ArrayFile], n: int
+    path: Path, arrays: dict[str, ArrayFile], n: int, *, by_label: str | None
 ) -> tuple[list[str] | None, tuple[Array, list[str]] | None, dict[str, Any], list[str]]:
     """What stands in a ``.npz`` beside the rows: ids, labels, metadata, and what is to be said."""
     ids: list[str] | None = None
@@ -361,7 +394,7 @@ def _beside(
             passed_over.append(f"{key} {one.shape}")
             continue
         values = one.as_list()
-        if is_label_key(key) and labels is None:
+        if key == by_label:
             names = arrays.get("label_names")
             labels = _named_labels(values, names.as_list() if names else None)
             notes.append(f"{path}: labels by {key}, {len(labels[1])} classes")
@@ -414,7 +447,7 @@ def _of_parquet(path: Path) -> _Vectors:
     _require_rows((table.n, d), own, f"the column {name} of {path}")
 
     notes: list[str] = []
-    by_label = next(filter(is_label_name, table.names), None)
+    by_label, aloud = _labelling(path, list(filter(is_label_name, table.names)))
     labels = None if by_label is None else table.labels(by_label)
     if labels is not None:
         notes.append(f"{path}: labels by column {by_label}, {len(labels[1])} classes")
@@ -441,6 +474,7 @@ def _of_parquet(path: Path) -> _Vectors:
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),
+        warnings=(*aloud, *minus_one_told(labels[1] if labels else (), str(path))),
     )
 
 

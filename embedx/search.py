@@ -15,13 +15,13 @@ from typing import Any, Literal
 import numpy as np
 
 from embedx import figures, ready_made, store
-from embedx.align import SPACE, space_of
+from embedx.align import SPACE, space_of, untold
 from embedx.checks import checked
 from embedx.configs import settings_sha256
 from embedx.disk import replace_file
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest, short
 from embedx.figures import Tile
-from embedx.neighbors import Graph, Metric, layer_graph, nearest_rows
+from embedx.neighbors import EXACT_ROWS, Graph, Metric, layer_graph, nearest_rows
 from embedx.ready_made import Given
 from embedx.store import Array, Embeddings, Status
 from embedx.tables import aligned, as_csv
@@ -37,6 +37,7 @@ TILES_MOST = 11
 NEAR_SHARE = {"cosine": 0.25, "euclidean": 0.5}
 ODD_FROM = 3.5
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+_LINKS_MOST = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +264,12 @@ def _duplicates(
         share = NEAR_SHARE[graph.metric]
         threshold = share * float(np.median(alone)) if len(alone) else 0.0
         rule = f"{share} x the median distance to the nearest row"
-    near = graph.distances < threshold
-    start, slot = np.nonzero(near)
-    links = (np.r_[start, np.arange(n)], np.r_[graph.indices[start, slot], first])
+    start, slot = np.nonzero(graph.distances < threshold)
+    one, other_one = _links_beyond(rows.x, graph, first, threshold)
+    links = (
+        np.concatenate([start, np.arange(n), one]),
+        np.concatenate([graph.indices[start, slot], first, other_one]),
+    )
     linked = coo_array((np.ones(len(links[0]), np.int8), links), shape=(n, n))
     _, component = connected_components(linked, directed=False)
     members: dict[int, list[int]] = {}
@@ -331,6 +335,39 @@ def _duplicates(
         _sheet_of(rows, groups, line),
         about="a group a line; red where its labels differ",
     )
+
+
+def _links_beyond(x: Array, graph: Graph, first: Array, threshold: float) -> tuple[Array, Array]:
+    """Pairs closer than ``threshold`` of rows all of whose neighbours in the graph are so near.
+
+    They may have further ones, as where a picture is there more often than a row has neighbours.
+
+    Args:
+        x: Shape ``(n, d)``.
+        graph: Of them.
+        first: For each row the number of the first one that equals it, shape ``(n,)``.
+        threshold: A distance.
+    """
+    unique = np.unique(first)
+    cut = unique[graph.distances[unique, -1] < threshold]
+    k = graph.distances.shape[1]
+    links: list[tuple[Array, Array]] = [(np.empty(0, np.int64),) * 2]
+    while len(cut) and k < len(unique):
+        k = min(4 * k, len(unique))
+        if len(cut) * len(unique) > EXACT_ROWS**2 or len(cut) * k > _LINKS_MOST:
+            log.warning(
+                "duplicates: %s rows have more rows that are closer than %s than were looked at: "
+                "what is told as several groups may be one; choose a smaller threshold, or a "
+                "larger n_neighbors",
+                *(f"{len(cut):,}", f"{threshold:.4g}"),
+            )
+            break
+        indices, distances = nearest_rows(x[cut], x[unique], n_neighbors=k, metric=graph.metric)
+        start, slot = np.nonzero(distances < threshold)
+        links.append((cut[start], unique[indices[start, slot]]))
+        cut = cut[distances[:, -1] < threshold]
+    ones, others = zip(*links, strict=True)
+    return np.concatenate(ones), np.concatenate(others)
 
 
 def _first_equal(x: Array) -> Array:
@@ -668,6 +705,8 @@ def _refuse_another_model(rows: _Rows, other: Embeddings) -> None:
                     for file, value in ((rows.opened, here), (other, there))
                 )
             raise StoreError(f"{where}: {key} is {theirs} there and {ours} here; {advice}")
+    if unknown := untold(mine, its):
+        log.warning("%s: distances to rows of %s are taken as they are", unknown, other.path)
     for key in ("precision", "dtype"):
         if here.get(key) != there.get(key):
             log.warning(

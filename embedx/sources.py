@@ -341,6 +341,10 @@ def located(paths: Iterable[str], top: Path, *, elsewhere: str) -> Located:
         relative = os.path.relpath(joined, base)
         if relative == os.pardir or relative.startswith(os.pardir + os.sep):
             return written, -1, -1, elsewhere
+        if os.pardir in written.split(os.sep):
+            named = os.path.realpath(os.path.join(base, written))
+            if named != os.path.realpath(joined):  # from where the link leads to
+                return written, -1, -1, "its path goes up (..) out of a link; write it without"
         name = relative.replace(os.sep, "/")
         folder = os.path.dirname(joined)
         if folder not in folders:
@@ -497,7 +501,7 @@ def counted_through(
     are_whole = all(  # floats too, which a column with missing values has in pandas
         type(label) is not bool
         and isinstance(label, (int, float, np.number))
-        and float(label).is_integer()
+        and (isinstance(label, (int, np.integer)) or float(label).is_integer())
         for label in unique
     )
     numbers = [int(label) for label in unique] if are_whole and unique else None

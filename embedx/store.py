@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 import h5py
 import numpy as np
@@ -1360,6 +1360,21 @@ _BOOKKEEPING = ("row_crc32", "status", "commit")
 _KINDS = "fiuS"
 
 
+def _has_magic(file: IO[bytes], room: int) -> bool:
+    """Whether a file begins as those of HDF5 do, or goes on so after a block of its writer's own.
+
+    References:
+        HDF5 File Format Specification 3.0, II.A: it may begin at byte 0, 512, 1024, 2048, ...
+    """
+    at = 0
+    while at <= room:
+        file.seek(at)
+        if file.read(8) == b"\x89HDF\r\n\x1a\n":
+            return True
+        at = max(512, 2 * at)
+    return False
+
+
 class _Skeleton:
     """The layout of a file that may come from anywhere: read only, and trusted in nothing.
 
@@ -1367,23 +1382,24 @@ class _Skeleton:
     followed, so that no other file is read and nothing larger than the file is mapped.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_of_others: bool = False) -> None:
         self.path = path
         self._checked: dict[str, h5py.Dataset] = {}
         try:
             about = path.stat()
-            magic = b""
+            is_hdf5 = False
             if stat.S_ISREG(about.st_mode):  # opening a pipe would wait for ever
                 with path.open("rb") as file:
-                    magic = file.read(8)
+                    is_hdf5 = _has_magic(file, about.st_size if is_of_others else 0)
         except FileNotFoundError:
             raise StoreError(f"{path} is not there; check the path") from None
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}; check its rights") from None
         if stat.S_ISDIR(about.st_mode):
             raise StoreError(f"{path} is a folder; name the file in it")
-        if magic != b"\x89HDF\r\n\x1a\n":
-            raise StoreError(f"{path} is not an HDF5 file; name a file that embedx wrote")
+        if not is_hdf5:
+            wanted = "one, or a file of NumPy's" if is_of_others else "a file that embedx wrote"
+            raise StoreError(f"{path} is not an HDF5 file; name {wanted}")
         while True:
             with contextlib.ExitStack() as stack:
                 try:
@@ -1616,8 +1632,12 @@ class _Skeleton:
                 why = f"has chunks of {chunk_bytes:,} bytes; write it in smaller ones"
         elif layout == h5py.h5d.CONTIGUOUS:
             offset = dataset.id.get_offset()
-            if offset is None or offset + n_bytes > self.size_bytes:
-                why = f"declares {n_bytes:,} bytes, and the file has {self.size_bytes:,}"
+            kind = dataset.id.get_type()
+            declared = int(dataset.size) * kind.get_size()
+            if offset is None or offset + declared > self.size_bytes:
+                why = f"declares {declared:,} bytes, and the file has {self.size_bytes:,}"
+            elif not kind.equal(h5py.h5t.py_create(dataset.dtype)):
+                offset = None  # as bfloat16, of which HDF5 makes the numbers of another type
         if not why and min(stored, self.size_bytes) * DEFLATE_MOST < n_bytes:
             why = f"declares {n_bytes:,} bytes and holds {stored:,}"
         shape = tuple(int(size) for size in dataset.shape)
@@ -1688,7 +1708,7 @@ def foreign_arrays(path: Path) -> dict[str, ForeignArray]:
     Raises:
         StoreError: It is not there, damaged, or no HDF5 file.
     """
-    with _reading(path), _Skeleton(path) as skeleton:
+    with _reading(path), _Skeleton(path, is_of_others=True) as skeleton:
         return skeleton.foreign_arrays()
 
 

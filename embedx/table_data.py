@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from embedx.columns import plain_name, storable, unique_names, whole_numbers
+from embedx.columns import minus_one_told, plain_name, storable, unique_names, whole_numbers
 from embedx.errors import ConfigError, DataError, listed, short
 from embedx.sources import (
     FileReader,
@@ -101,7 +101,7 @@ def table(
         label_numbers=whole_numbers(label_names),
         metadata=metadata,
         notes=tuple(notes),
-        warnings=tuple(found.told()),
+        warnings=(*found.told(), *minus_one_told(label_names, path)),
         root=top,
         reads_files=True,
     )

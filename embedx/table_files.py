@@ -310,6 +310,11 @@ def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Tab
                 f"line {reader.line_num} of {path} has {len(row)} cells, and its first line names "
                 f"{len(header)} columns; mend it (a cell with {delimiter!r} in it needs quotes)"
             )
+        elif row == header and len(header) > 1:
+            raise DataError(
+                f"line {reader.line_num} of {path} is its first line again, as where tables were "
+                "put one after the other; take it out"
+            )
         elif limit is not None and len(rows) == limit:
             is_cut = True
             break

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embedx import data, sources
-from embedx.columns import TEXT_BYTES_MOST, kept, whole_numbers
+from embedx.columns import TEXT_BYTES_MOST, kept, minus_one_told, whole_numbers
 from embedx.errors import ConfigError, DataError
 from embedx.sources import Array, Source
 from embedx.table_files import SEPARATORS, label_column, read_table, require_column
@@ -225,6 +225,7 @@ def _table(
         labels=labels if names else None,
         label_names=names,
         label_numbers=whole_numbers(names),
+        warnings=minus_one_told(names, str(file)),
         metadata={"text": column_kept, **renamed},
         notes=(note, *notes),
     )

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from embedx.checks import unknown_key
-from embedx.data import in_memory
+from embedx.data import in_memory, in_order
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -328,7 +328,8 @@ def _classes(items: Any) -> list[str] | None:
         found = getattr(items, key, None)
         if isinstance(found, (list, tuple)) and found:
             # ImageNet has several words for a class.
-            return [", ".join(one) if isinstance(one, tuple) else str(one) for one in found]
+            names = in_order(list(found), items)
+            return [", ".join(one) if isinstance(one, tuple) else str(one) for one in names]
     return None
 
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import embedx
-from embedx import array_files, store
+from embedx import array_files, ready_made, store
 from embedx.array_data import array
 from embedx.errors import ConfigError, DataError, StoreError
 
@@ -257,6 +258,35 @@ def test_a_file_that_is_cut_off_fails_its_rows(tmp_path: Path) -> None:
         array(str(path))
 
 
+@pytest.mark.parametrize("name", ["stored.npz", "deflated.npz"])
+@pytest.mark.parametrize("damaged", ["x", "labels"])
+def test_an_npz_with_a_flipped_bit_is_refused_as_numpy_does(
+    tmp_path: Path, name: str, damaged: str
+) -> None:
+    x = np.arange(40_000, dtype=np.float32).reshape(1000, 40)
+    path = save(tmp_path / name, x, labels=np.arange(1000) % 7)
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"{damaged}.npy")
+    content = bytearray(path.read_bytes())
+    content[info.header_offset + info.compress_size // 2] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises((zipfile.BadZipFile, zlib.error)):
+        np.load(path)[damaged]
+    with pytest.raises(DataError, match="damaged or of another kind"):
+        array(str(path), layout="tensor")
+    with pytest.raises(DataError, match="damaged or of another kind"):
+        ready_made.opened(path)
+
+
+def test_rows_that_outlive_the_modules_at_the_exit_are_let_go_of_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = array_files.arrays_in(save(tmp_path / "plain.npy", PIXELS))[0][""]
+    assert found[:1].shape == (1, 7, 8, 3)
+    monkeypatch.setattr(array_files, "os", None)  # as it is then
+    del found  # what cannot be raised is an error of pytest
+
+
 def test_only_what_lies_whole_in_an_hdf5_file_is_read(tmp_path: Path) -> None:
     path, other = tmp_path / "x.h5", tmp_path / "other.h5"
     with h5py.File(other, "w") as file:
@@ -288,6 +318,54 @@ def test_only_what_lies_whole_in_an_hdf5_file_is_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pixels(array(str(path))), PIXELS)
     with pytest.raises(DataError, match="virtual of .* keeps its data in another file"):
         array(str(path), key="virtual")
+
+
+def test_an_hdf5_file_after_a_block_of_its_writers_own_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w", userblock_size=2048) as file:  # as MATLAB writes it
+        file["x"] = PIXELS
+    np.testing.assert_array_equal(pixels(array(str(path))), PIXELS)
+    path.write_bytes(bytes(3000))
+    with pytest.raises(StoreError, match="is not an HDF5 file; name one, or a file of NumPy's"):
+        array(str(path))
+
+
+def _bfloat16() -> Any:
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)  # sign, exponent and mantissa
+    kind.set_precision(16)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def _of_12_bits() -> Any:
+    kind = h5py.h5t.STD_U16LE.copy()
+    kind.set_precision(12)
+    kind.set_offset(4)
+    return kind
+
+
+def _biased() -> Any:
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_ebias(120)
+    return kind
+
+
+@pytest.mark.parametrize("kind", [_bfloat16, _of_12_bits, _biased, lambda: h5py.h5t.IEEE_F64BE])
+def test_numbers_of_any_type_of_hdf5_are_those_that_h5py_reads(
+    tmp_path: Path, kind: Callable[[], Any]
+) -> None:
+    path = tmp_path / "x.h5"
+    x = np.random.default_rng(0).integers(0, 200, (8, 12)).astype(np.float32)
+    with h5py.File(path, "w") as file:
+        space = h5py.h5s.create_simple(x.shape)
+        dataset = h5py.h5d.create(file.id, b"x", kind(), space)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, x, h5py.h5t.py_create(x.dtype))
+    with h5py.File(path) as file:
+        expected = file["x"][:]
+    np.testing.assert_allclose(expected, x, atol=1)
+    np.testing.assert_array_equal(pixels(array(str(path), layout="tensor")), expected)
 
 
 def test_several_arrays_are_told_apart_by_the_key(tmp_path: Path) -> None:

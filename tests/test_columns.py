@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +44,25 @@ def test_names_that_come_again_become_unique_and_a_first_one_stays(names: list[s
         assert made == name if name not in names[:i] else made.startswith(f"{name}#")
 
 
+JSON_VALUES = [None, 3, 3.0, 0.5, -0.0, 1e16, 2**60, 2**70, float("nan"), True, "3.0", "a", ""]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(JSON_VALUES), min_size=1), min_size=1, max_size=4),
+)
+def test_a_value_reads_the_same_however_samples_are_cut_into_shards(parts: list[list[Any]]) -> None:
+    whole = columns.from_values([value for part in parts for value in part])
+    made = [
+        None if all(value is None for value in part) else columns.from_values(part)
+        for part in parts
+    ]
+    joined = columns.concatenated([(len(p), c) for p, c in zip(parts, made, strict=True)])
+    if isinstance(whole, list):
+        assert joined == whole
+    elif whole is not None:
+        np.testing.assert_array_equal(joined, whole)
+
+
 def test_labels_are_counted_through_as_numbers_where_all_are_and_else_as_texts() -> None:
     indices, names = columns.indexed(["10", "9", "", "10"])
     assert (names, indices.tolist()) == (["9", "10"], [1, 0, -1, 1])
@@ -78,3 +98,11 @@ def test_a_name_that_a_file_cannot_keep_is_shortened_or_spelled() -> None:
     assert columns.storable("a b/ü") == "a b/ü"
     assert columns.storable("a\0b") == "a\\x00b"
     assert len(columns.storable("ü" * 2000).encode()) <= 1024
+
+
+def test_texts_that_would_be_one_number_are_no_numbers() -> None:
+    assert columns.whole_numbers(["0", "2", "10"]) == [0, 2, 10]
+    assert columns.whole_numbers(["01", "02"]) == [1, 2]
+    assert columns.whole_numbers(["001", "01", "1", "10"]) is None
+    assert columns.whole_numbers(["-0", "0"]) is None
+    assert columns.indexed(["1", "10", "01", "2"])[1] == ["01", "1", "2", "10"]

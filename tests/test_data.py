@@ -1111,6 +1111,8 @@ def test_labels_are_told_apart_as_they_are_given() -> None:
     assert large.label_names == ["0", str(2**63), str(2**63 + 1)]
     assert large.labels is not None
     assert large.labels.tolist() == [1, 2, 0]
+    larger = data.in_memory(items, labels=[10**400, 0, 1])  # than any float
+    assert larger.label_numbers == [0, 1, 10**400]
     assert data.in_memory(items, labels=["a", "a\0", "b"]).label_names == ["a", "a\0", "b"]
     for labels, message in (
         ([1, "1", 2], "the labels are texts and numbers; give one text or one number a sample"),
@@ -1335,3 +1337,60 @@ def test_what_pillow_notes_counts_for_a_picture_as_its_file_gave_it_alone(tmp_pa
     torchvision = pytest.importorskip("torchvision")
     ((item, _),) = torchvision.datasets.ImageFolder(folder.parent)
     assert np.array_equal(upright_rgb(item), np.zeros((1, 3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("class_to_idx", "targets", "names", "numbers"),
+    [
+        ({"cat": 0, "dog": 1}, [0, 1, 1], ["cat", "dog", "dog"], [0, 1]),
+        ({"cat": 1, "dog": 0}, [1, 0, 0], ["cat", "dog", "dog"], [0, 1]),
+        ({"cat": 281, "dog": 7}, [281, 7, 7], ["cat", "dog", "dog"], [7, 281]),
+    ],
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_names_of_classes_are_by_the_numbers_that_a_dataset_gives_them(
+    class_to_idx: dict[str, int],
+    targets: list[int],
+    names: list[str],
+    numbers: list[int],
+    within: bool,
+) -> None:
+    class Numbered(
+        torch.utils.data.Dataset[Any]
+    ):  # as of an ImageFolder with a find_classes of its own
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.zeros(2), targets[i]
+
+    items: Any = Numbered()
+    items.classes, items.class_to_idx, items.targets = ["cat", "dog"], class_to_idx, targets
+    source = data.in_memory(torch.utils.data.Subset(items, [0, 1, 2]) if within else items)
+    assert source.labels is not None
+    assert [source.label_names[i] for i in source.labels] == names
+    assert source.label_numbers == numbers
+    items.class_to_idx = {"cat": 1, "dog": 1}
+    with pytest.raises(DataError, match="classes and class_to_idx of numbered contradict"):
+        data.in_memory(items)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [torch.zeros(4, 5), [[1], [2, 3], [], [1]], [{"a": 1}] * 4, dict.fromkeys("abcd", 1)],
+)
+def test_targets_that_are_no_labels_are_passed_over_and_that_is_told(targets: Any) -> None:
+    class Items(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.full((3,), float(i))
+
+    items: Any = Items()
+    items.targets = targets
+    source = data.in_memory(items)
+    assert source.labels is None
+    assert any("are not one number or text a sample" in line for line in source.warnings)
+    items.targets = [torch.tensor(i % 2) for i in range(4)]
+    assert data.in_memory(items).label_names == ["0", "1"]

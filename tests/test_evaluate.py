@@ -462,3 +462,20 @@ def test_rows_without_an_epoch_are_of_no_epoch(tmp_path: Path) -> None:
     assert row["cka_epochs"]["epochs"] == [0.0, 1.0]
     assert row["cka_epochs"]["rows"] == 19
     assert row["cka_epochs"]["matrix"][0][1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("again", ["s03", "s04"])
+def test_a_sample_that_comes_several_times_in_an_epoch_is_left_out_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, again: str
+) -> None:
+    x = np.random.default_rng(0).normal(size=(20, 6))
+    names = [f"s{i:02d}" for i in range(20)]
+    path = embeddings_file(
+        tmp_path,
+        np.vstack([x, x[3:4], x * 2, x[4:5]]),
+        metadata={"epoch": np.repeat([0, 1], 21), "sample": [*names, "s03", *names, again]},
+    )
+    (row,) = evaluate(path)
+    assert row["cka_epochs"]["rows"] == 20 - len({"s03", again})
+    assert row["cka_epochs"]["matrix"][0][1] == pytest.approx(1.0)
+    assert "that an epoch has more than once, as 's03'" in caplog.text

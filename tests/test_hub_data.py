@@ -447,3 +447,46 @@ def test_two_copies_of_the_parts_of_a_split_are_refused(other: str, tmp_path: Pa
         pq.write_table(noted([0, 1], ["cat", "dog"]), tmp_path / name)
     with pytest.raises(DataError, match="parts of two copies"):
         huggingface(str(tmp_path))
+
+
+def test_numbers_that_no_class_has_are_told_in_metadata_and_as_labels(tmp_path: Path) -> None:
+    features = {"breed": {"names": ["x", "y"], "_type": "ClassLabel"}}
+    note = {"huggingface": json.dumps({"info": {"features": features}})}
+    columns = {"text": list("abcd"), "breed": [0, -1, 7, None], "label": [0, -1, 3, None]}
+    pq.write_table(pa.table(columns).replace_schema_metadata(note), tmp_path / "x.parquet")
+    source = huggingface(str(tmp_path / "x.parquet"), label="label")
+    assert list(source.metadata["breed"]) == ["x", "", "", ""]
+    assert source.label_names == ["-1", "0", "3"]
+    assert source.warnings == (
+        "1 row has in breed a number that is none of its 2 classes, the first 7 in row 2: it is "
+        "kept as an empty text",
+        f"-1 among the labels of {tmp_path / 'x.parquet'} is a class of that name",
+    )
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_texts_that_are_kept_as_a_dictionary_are_items_too(suffix: str, tmp_path: Path) -> None:
+    texts = ["ja", "nein", None, "ja"]
+    columns = {
+        "text": pa.array(texts).dictionary_encode(),
+        "caption": pa.array(list("abcd")),
+        "breed": pa.array(list("xyxy")).dictionary_encode(),
+    }
+
+    def write(*names: str) -> str:
+        path = tmp_path / f"x{suffix}"
+        table = pa.table({name: columns[name] for name in names})
+        if suffix == ".parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+                out.write_table(table)
+        return str(path)
+
+    source = huggingface(write("text", "caption"))
+    assert [source.read(i) for i in (0, 1, 3)] == ["ja", "nein", "ja"]
+    with pytest.raises(DataError, match="it has no text in the column text"):
+        source.read(2)
+    assert source.metadata["text"] == ["ja", "nein", "", "ja"]
+    assert huggingface(write("caption", "breed")).read(0) == "a"
+    assert huggingface(write("caption", "breed"), column="breed").read(1) == "y"

@@ -252,3 +252,33 @@ def test_a_copy_that_was_killed_goes_on_to_the_same_bytes(here: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
     assert store.Embeddings(store.partial_path(expected)).n_rows == 21
     assert opened("x.npy").path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.parquet"])
+def test_minus_one_among_labels_is_a_class_and_that_is_told(
+    here: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = np.arange(60) % 3 - 1  # as HDBSCAN gives them
+    if name == "x.npz":
+        np.savez(name, x=ROWS, labels=labels)
+    else:
+        write_parquet(name, {"x": ROWS.tolist(), "label": labels})
+    assert opened(name).label_names == ["-1", "0", "1"]
+    assert f"-1 among the labels of {name} is a class of that name" in caplog.messages
+
+
+def test_of_several_labels_those_that_have_names_are_taken_and_it_is_told(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coarse, fine = np.arange(60) % 2, np.arange(60) % 3
+    names = np.array(["cat", "dog", "bird"])
+    np.savez("x.npz", x=ROWS, y=coarse, labels=fine, label_names=names)
+    run = opened("x.npz")
+    assert run.label_texts() == names[fine].tolist()
+    np.testing.assert_array_equal(run.metadata["y"], coarse)
+    assert "x.npz has y, labels: the labels are labels, and what is left is" in caplog.text
+    write_parquet("y.parquet", {"x": ROWS.tolist(), "class": coarse, "label": fine})
+    run = opened("y.parquet")
+    assert run.label_texts() == [str(i) for i in coarse]
+    np.testing.assert_array_equal(run.metadata["label"], fine)
+    assert "y.parquet has class, label: the labels are class, and what is left" in caplog.text

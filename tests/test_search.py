@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import embedx
-from embedx import store
+from embedx import ready_made, store
 from embedx.errors import ConfigError, DataError, DependencyError, EmbedxError, StoreError
 from embedx.search import search
 from tests.conftest import ROOT, embeddings_file, sha256
@@ -145,6 +145,18 @@ def test_rows_of_another_model_are_refused(
         search(path, query=other, n_neighbors=2)
 
 
+def test_vectors_of_which_no_model_is_known_are_compared_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("bert.npy", rows(20).astype(np.float32))
+    np.save("clip.npy", rows(20, seed=1).astype(np.float32))
+    bert, clip = map(ready_made.opened, ("bert.npy", "clip.npy"))
+    search(bert, query=clip, n_neighbors=2, sheet=0)
+    (told,) = (line for line in caplog.messages if "cannot be told" in line)
+    assert told.startswith("whether both were made with the same weights_sha256, code, ")
+
+
 def test_rows_of_another_precision_are_compared_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,6 +219,28 @@ def test_copies_and_near_ones_are_grouped_as_a_plain_loop_does(
     lines = said(caplog)
     assert any("3 groups, of 5 exact copies and 3 near ones" in line for line in lines)
     assert "in 1 of the groups the labels differ" in lines
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-5])
+def test_more_copies_than_a_row_has_neighbours_are_one_group_with_those_near_them(
+    tmp_path: Path, spread: float
+) -> None:
+    x = rows(70)
+    x[:11], x[11:22] = x[0], x[0] + 1e-3  # a picture saved twice, and each many times
+    x[:22] += np.random.default_rng(1).normal(size=(22, x.shape[1])) * spread
+    path = embeddings_file(tmp_path, x, labels=["a"] * 11 + ["b"] * 59)
+    found = search(path, find="duplicates", metric="euclidean", threshold=0.01, sheet=0)
+    table = found.tables["duplicates"]
+    assert {row["row"] for row in table if row["group"] == 1} == set(range(22))
+    assert found.about["duplicates"]["groups_whose_labels_differ"] == 1
+
+
+def test_rows_too_many_to_link_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["embedx.search"], "_LINKS_MOST", 100)
+    search(embeddings_file(tmp_path, rows(60)), find="duplicates", threshold=3.0, sheet=0)
+    assert "60 rows have more rows that are closer than 3 than were looked at" in caplog.text
 
 
 @pytest.mark.parametrize(("threshold", "n"), [(0.0, 5), (3.0, 60)])

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 import embedx
-from embedx import store, table_files
+from embedx import store, table_files, text_data
 from embedx.errors import ConfigError, DataError
 from embedx.table_data import table
 
@@ -198,6 +198,7 @@ def test_ids_labels_and_the_first_rows_are_those_that_are_asked_for(folder: Path
         (b"path\n" + b"y" * (2**24 + 1), "line 2 .* more than 16 MiB"),
         (b",".join(b"c%d" % i for i in range(4097)) + b"\n", "4,097 columns, and at most 4,096"),
         (b"path\nnone.png\n", "none of the 1 pictures .* data.root=FOLDER"),
+        (b"path,x\nphotos/0.png,1\npath,x\nphotos/1.png,2\n", "line 3 .* is its first line again"),
         (b"path,label\nphotos/0.png,a\0b\n", "a label in column label .* has NUL"),
     ],
 )
@@ -317,3 +318,27 @@ def test_the_command_line_reads_a_table_and_names_the_run_after_it(
     assert "1 edited (photos/0.png)" in err[-1]
     status, _, err = embedx_here("extract", "model=resnet18", "data=table", "data.path=none.csv")
     assert (status, len(err)) == (1, 1)
+
+
+def test_minus_one_among_whole_numbers_is_a_class_and_that_is_told(folder: Path) -> None:
+    path = folder / "m.csv"
+    path.write_text("path,label\nphotos/0.png,-1\nphotos/1.png,3\n")
+    source = table(str(path))
+    assert source.label_names == ["-1", "3"]
+    assert source.warnings == (f"-1 among the labels of {path} is a class of that name",)
+    texts = text_data.text(str(path), column="path")
+    assert texts.warnings == source.warnings
+    path.write_text("path,label\nphotos/0.png,-1\nphotos/1.png,x\n")
+    assert table(str(path)).warnings == ()
+
+
+def test_a_path_that_goes_up_out_of_a_link_reads_no_other_file(folder: Path) -> None:
+    (folder / "deep" / "er").mkdir(parents=True)
+    Image.new("RGB", (8, 8), (200, 0, 0)).save(folder / "deep" / "x.png")
+    Image.new("RGB", (8, 8), (10, 0, 0)).save(folder / "x.png")
+    (folder / "link").symlink_to("deep/er")
+    (folder / "t.csv").write_text("path\nlink/../x.png\ndeep/../x.png\ndeep/er/../x.png\n")
+    source = table(str(folder / "t.csv"))
+    with pytest.raises(DataError, match="goes up .* out of a link"):
+        source.read(0)
+    assert [np.asarray(source.read(i))[0, 0, 0] for i in (1, 2)] == [10, 200]

@@ -328,7 +328,7 @@ def test_types_of_columns_that_differ_between_shards_become_one(tmp_path: Path) 
     run = extract(webdataset(str(folder)), tmp_path / "run")
     np.testing.assert_array_equal(run.metadata["size"], [1, 2, 0.5, np.nan, np.nan])
     np.testing.assert_array_equal(run.metadata["only"], [2, 3, np.nan, np.nan, np.nan])
-    assert run.metadata["tag"] == ["a", "b", "7.0", "", "c"]
+    assert run.metadata["tag"] == ["a", "b", "7", "", "c"]
     assert run.metadata["late"] == ["", "", "x", "y", ""]
     assert np.asarray(run.metadata["number"]).dtype == np.int64
 
