@@ -168,13 +168,12 @@ class Rows:
                 is_lost = (rows != 0).any(1).cpu().numpy() & ~arrays[field.name].any(axis=1)
                 if is_lost.any():
                     self._vanished.add(point.name)
+                    is_there = self._dtype == np.float16 and values[is_lost].any(axis=1).all()
                     log.warning(
-                        "rows of %s are so small that %s makes zeros of them; %s",
+                        "rows of %s are so small that %s makes zeros of them; use %s",
                         point.name,
                         self._dtype,
-                        "use dtype=float32"
-                        if self._dtype == np.float16 and values.any(axis=1)[is_lost].all()
-                        else "use normalize=true, or a layer whose numbers are larger",
+                        "dtype=float32" if is_there else "normalize=true",
                     )
             attrs[field.name] = {
                 "layer": point.layer,
