@@ -48,7 +48,7 @@ def state_sha256(module: nn.Module) -> str:
                 f"{type(module).__name__} has no values for {name} yet; run it once on an example, "
                 "or load its weights, first"
             )
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise ModelError(f"{name} of {type(module).__name__} is not a dense tensor")
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         digest.update(_buffer(tensor))
@@ -80,6 +80,8 @@ def _mark(tensor: Tensor) -> str:
     form = f"{type(tensor).__name__} {tensor.dtype}"
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return form
+    if tensor.is_nested:
+        return " ".join([form, *map(_mark, tensor.detach().unbind())])
     dense = tensor.detach()
     dense = dense.dequantize() if dense.is_quantized else dense
     dense = dense if dense.layout == torch.strided else dense.to_dense()
@@ -305,7 +307,7 @@ class _Reader:
                 yield self.digest(value[key])
         elif isinstance(value, types.ModuleType):
             yield value.__name__
-            if not _is_package(value.__name__):  # what is read of it is not known
+            if not is_package(value.__name__):  # what is read of it is not known
                 for key, member in sorted(vars(value).items()):
                     if getattr(member, "__module__", None) == value.__name__:
                         yield key
@@ -351,6 +353,10 @@ class _Reader:
             yield from self._object(value)
 
     def _tensor(self, tensor: Tensor) -> Iterator[str | bytes | memoryview]:
+        if tensor.is_nested:  # whose shape torch does not give, or numbers as a process made it
+            yield f"{tensor.dtype} nested {tensor.layout}"
+            yield from map(self.digest, tensor.detach().unbind())
+            return
         yield f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             return
@@ -403,7 +409,7 @@ class _Reader:
             yield self.digest(function.__code__)
             self._follow(function)
         # A wrapper of torch's, such as that of no_grad(), is said to be of what it wraps.
-        if not (_is_packaged(function) and _is_package(str(function.__module__))):
+        if not (_is_packaged(function) and is_package(str(function.__module__))):
             yield from self._of_function(function)
         yield self.digest((function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
@@ -583,16 +589,16 @@ def _name(value: Any) -> str:
 def _is_packaged(value: type | types.FunctionType) -> bool:
     """Whether a class, or the module whose variables a function reads, is of a package."""
     if isinstance(value, types.FunctionType):  # its __module__ may be that of what it wraps
-        return _is_package(str(value.__globals__.get("__name__")))
-    return _is_package(str(value.__module__))
+        return is_package(str(value.__globals__.get("__name__")))
+    return is_package(str(value.__module__))
 
 
 def _is_ones_own(value: Any) -> bool:
     """Whether it is a module that no package defines."""
-    return isinstance(value, types.ModuleType) and not _is_package(value.__name__)
+    return isinstance(value, types.ModuleType) and not is_package(value.__name__)
 
 
-def _is_package(module: str) -> bool:
+def is_package(module: str) -> bool:
     top = module.partition(".")[0]
     if top == "__main__":  # whatever program runs the prompt
         return False

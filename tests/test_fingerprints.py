@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import embedx
-from embedx.fingerprints import code_sha256, state_sha256, value_sha256
+from embedx.fingerprints import code_sha256, state_marks, state_sha256, value_sha256
 
 from .conftest import ROOT
 
@@ -153,6 +153,10 @@ def made_by(k: int) -> Callable[[Tensor], Any]:
     return f
 
 
+def nested(layout: torch.layout, *, k: int = 1) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(3, 1) * k], layout=layout)
+
+
 def of_kind(k: int) -> type:
     return type("Meta", (type,), {"scale": k})("Made", (), {})
 
@@ -231,6 +235,9 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: torch.ones(2).to_sparse(),
         lambda: torch.ones(2, device="meta"),
         lambda: torch.full((2,), 1j).conj(),
+        lambda: nested(torch.strided),
+        lambda: nested(torch.jagged),
+        lambda: nested(torch.jagged, k=2),
     ),
     "unregistered": (lambda: [nn.ReLU()], lambda: [nn.Tanh()], lambda: [Net()]),
     "random": (lambda: np.random.default_rng(0), lambda: np.random.default_rng(1)),
@@ -308,8 +315,10 @@ def digests() -> dict[str, list[str]]:
 
 
 TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning")
+NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
 
+@NESTED
 @TORCHSCRIPT
 def test_whatever_an_attribute_holds_tells_networks_apart() -> None:
     found = digests()
@@ -320,6 +329,7 @@ def test_whatever_an_attribute_holds_tells_networks_apart() -> None:
     assert code_sha256(Net()) not in all_
 
 
+@NESTED
 @TORCHSCRIPT
 def test_fingerprints_are_the_same_in_another_process() -> None:
     code = "import json; from tests.test_fingerprints import digests; print(json.dumps(digests()))"
@@ -377,6 +387,16 @@ def test_what_torch_made_of_a_network_is_told_apart_by_its_code(
         make(nn.Sequential(nn.Linear(2, 2), kind())) for kind in (nn.ReLU, nn.ReLU, nn.Tanh)
     )
     assert code_sha256(one) == code_sha256(again) != code_sha256(other)
+
+
+@NESTED
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_weight_that_is_nested_is_refused_in_words(layout: torch.layout) -> None:
+    net = Net()
+    net.register_buffer("rows", nested(layout))
+    with pytest.raises(embedx.errors.ModelError, match="rows of Net is not a dense tensor"):
+        state_sha256(net)
+    assert state_marks(net)["rows"] != state_marks(Net(rows=nn.Buffer(nested(layout, k=2))))["rows"]
 
 
 def test_what_a_pass_or_a_place_leaves_behind_changes_nothing() -> None:
