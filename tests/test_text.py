@@ -412,6 +412,57 @@ def test_a_folder_that_is_no_text_encoder_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+SMALL = {
+    "vocab_size": 5 + len(WORDS),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": POSITIONS,
+}
+
+
+def other_encoder(folder: Path, kind: str, **config: Any) -> Path:
+    save_encoder(folder)
+    made = getattr(transformers, f"{kind.removesuffix('Encoder')}Config")(**config)
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}Model")(made).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layer"),
+    [
+        ("Albert", {**SMALL, "embedding_size": 8}, "encoder.albert_layer_groups.0@1"),
+        (
+            "T5Encoder",
+            {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2},
+            "encoder.final_layer_norm",
+        ),
+    ],
+)
+def test_an_encoder_whose_last_layer_runs_several_times_gives_its_last_tokens(
+    kind: str, config: dict[str, Any], layer: str, tmp_path: Path
+) -> None:
+    made = models.hf(str(other_encoder(tmp_path / "model", kind, **config)))
+    assert made.layer == layer
+    run = embedx.extract(made, TEXTS[:9], batch_size=4, out=tmp_path / "run")
+    assert made.tokenizer is not None
+    for i, rows in enumerate(run.embeddings[layer][:]):
+        with torch.no_grad():
+            ids = made.tokenizer.pad(made.tokenizer.encode([TEXTS[i]])[0])
+            tokens = made.module.eval()(**ids).last_hidden_state
+        np.testing.assert_allclose(rows, tokens[0].mean(0), atol=1e-5)
+
+
+def test_looking_for_the_last_layer_leaves_an_encoder_as_it_was_read(tmp_path: Path) -> None:
+    """A BigBird attends to everything from its first short text on."""
+    config = {**SMALL, "max_position_embeddings": 256, "block_size": 4, "num_random_blocks": 1}
+    made = models.hf(str(other_encoder(tmp_path / "model", "BigBird", **config)))
+    assert made.module.attention_type == "block_sparse"
+    assert made.layer == "encoder.layer.1"
+
+
 def test_a_head_and_a_pooler_without_weights_are_left_out_and_said(
     folder: Path, tiny: Model, tmp_path: Path
 ) -> None:
