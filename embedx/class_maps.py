@@ -104,6 +104,8 @@ class ClassMaps(Explainer):
         entered = self._enter(samples.normalize(inputs), int(some.rows[places[0]]))
         self._make, self._facts = _maker(some, self._run, samples, entered, self._say)
         self._classes = _as_classes(some, self._run, entered, self._say)
+        with torch.no_grad():  # whoever makes which batches is to take scores for the same
+            self._run.shares(self._run(entered))
         return True
 
 

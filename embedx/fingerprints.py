@@ -48,7 +48,7 @@ def state_sha256(module: nn.Module) -> str:
                 f"{type(module).__name__} has no values for {name} yet; run it once on an example, "
                 "or load its weights, first"
             )
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise ModelError(f"{name} of {type(module).__name__} is not a dense tensor")
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         digest.update(_buffer(tensor))
@@ -80,6 +80,8 @@ def _mark(tensor: Tensor) -> str:
     form = f"{type(tensor).__name__} {tensor.dtype}"
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return form
+    if tensor.is_nested:
+        return " ".join([form, *map(_mark, tensor.detach().unbind())])
     dense = tensor.detach()
     dense = dense.dequantize() if dense.is_quantized else dense
     dense = dense if dense.layout == torch.strided else dense.to_dense()
@@ -96,10 +98,10 @@ def code_sha256(module: nn.Module, *, arguments: Mapping[str, Any] | None = None
 
     Weights alone do not say it: a ReLU may have become a Tanh. Hashed are the structure, the
     attributes and what they hold, functions among them, hooks, the arguments it was made with, and
-    of classes and functions that no package defines the code that is loaded, with the attributes
-    of the classes and the global variables that the code reads and does not set. Not followed are
-    what a function imports when it is called, tensors in lists and dicts that are global, and what
-    only C code holds.
+    of classes and functions that no package defines the code that is loaded, with their attributes
+    and the global variables that the code reads and does not set. Not followed are what a function
+    imports when it is called, tensors in lists and dicts that are global, and what only C code
+    holds.
 
     Args:
         module: The network.
@@ -177,6 +179,9 @@ class _Reader:
 
     def __init__(self, registered: Mapping[int, str]) -> None:
         self._read: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._asked: dict[int, set[str]] = {}  # of a module: which of its variables may be read
+        self._passed_on: dict[int, types.ModuleType] = {}  # read where they are, by any code
+        self._names: set[str] = set()  # of attributes and variables, in all code so far
         self._written: set[tuple[int, str]] = set()
         self._registered = registered
         self._open: dict[int, int] = {}
@@ -216,8 +221,7 @@ class _Reader:
         for key in _BACKWARD_HOOKS:
             yield from self.hooks(vars(module).get(key, {}))
         if isinstance(module, torch.jit.ScriptModule):
-            # Numbered in the order in which a process made them.
-            yield re.sub(r"___torch_mangle_\d+\.", "", str(getattr(module, "code", "")))
+            yield from self._scripted(module)
             return
         computed = {  # of the older weight_norm and spectral_norm, in every pass anew
             getattr(hook, "name", None)
@@ -243,7 +247,12 @@ class _Reader:
         """
         found: dict[tuple[int, str], list[str | bytes]] = {}
         deep: list[bytes] = []
-        while (waiting := [key for key in self._read if key not in found]) or self._deep:
+        while True:
+            for module in list(self._passed_on.values()):
+                self._read_of(module, self._names)
+            waiting = [key for key in self._read if key not in found]
+            if not waiting and not self._deep:
+                break
             for key in waiting:
                 where, value = self._read[key]
                 found[key] = [f"{where}.{key[1]}", self._variable(value)]
@@ -298,11 +307,12 @@ class _Reader:
                 yield self.digest(value[key])
         elif isinstance(value, types.ModuleType):
             yield value.__name__
-            if not _is_package(value.__name__):  # what is read of it is not known
+            if not is_package(value.__name__):  # what is read of it is not known
                 for key, member in sorted(vars(value).items()):
                     if getattr(member, "__module__", None) == value.__name__:
                         yield key
                         yield self.digest(member)
+                self._passed_on[id(value)] = value
         elif (content := _content(value)) is not None:
             yield self.digest(content)
         elif isinstance(value, types.CodeType):
@@ -313,6 +323,8 @@ class _Reader:
         elif isinstance(value, type):
             for base in value.__mro__:
                 yield from self._class(base)
+            if not _is_packaged(kind):  # its attributes are read through the class
+                yield self.digest(kind)
         elif isinstance(value, types.MethodType):
             yield self.digest(value.__func__)
             yield self.digest(value.__self__)
@@ -322,7 +334,7 @@ class _Reader:
         elif isinstance(value, types.FunctionType):
             yield from self._function(value)
         elif isinstance(value, torch.jit.ScriptFunction):
-            yield str(value.code)
+            yield from self._scripted(value)
         elif isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
             yield str(value)  # with its library
         elif any(value is one for one in _shared_generators()):
@@ -341,6 +353,10 @@ class _Reader:
             yield from self._object(value)
 
     def _tensor(self, tensor: Tensor) -> Iterator[str | bytes | memoryview]:
+        if tensor.is_nested:  # whose shape torch does not give, or numbers as a process made it
+            yield f"{tensor.dtype} nested {tensor.layout}"
+            yield from map(self.digest, tensor.detach().unbind())
+            return
         yield f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             return
@@ -392,6 +408,9 @@ class _Reader:
         if not _is_packaged(function):
             yield self.digest(function.__code__)
             self._follow(function)
+        # A wrapper of torch's, such as that of no_grad(), is said to be of what it wraps.
+        if not (_is_packaged(function) and is_package(str(function.__module__))):
+            yield from self._of_function(function)
         yield self.digest((function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
             try:
@@ -400,28 +419,80 @@ class _Reader:
                 continue
             yield self.digest(content)
 
+    def _of_function(self, function: types.FunctionType) -> Iterator[str | bytes]:
+        """Its attributes, less those that it sets itself, as of global variables."""
+        if not vars(function):
+            return
+        written = {
+            read.argval
+            for code in _codes(function.__code__)
+            for read in dis.get_instructions(code)
+            if read.opname == "STORE_ATTR"
+        }
+        for key, value in sorted(vars(function).items()):
+            if key not in written and not key.startswith("_torchdynamo"):
+                yield key
+                yield self.digest(_without_tensors(value))
+
+    def _scripted(self, scripted: Any) -> Iterator[str | bytes]:
+        """A function or module of TorchScript: its code, and what that names and does not show."""
+        yield _without_numbers(str(getattr(scripted, "code", "")))
+        graph = getattr(scripted, "inlined_graph", None)
+        if graph is None:  # it has no forward
+            return
+        outer = scripted.graph
+        if outer.findAllNodes("prim::CallFunction"):  # whose code stands elsewhere
+            yield _without_numbers(re.sub(r" # .*|0x[0-9a-f]+", "", str(graph)))
+        constants = [node.output() for node in graph.findAllNodes("prim::Constant")]
+        held = [one.toIValue() for one in constants if "value" in one.node().attributeNames()]
+        if any(type(value) not in _PLAIN for value in held):  # frozen weights among them
+            yield self.digest(held)
+        for node in graph.findAllNodes("prim::GetAttr"):
+            owner, name = _owner(scripted, node), node.s("name")
+            described = (owner._modules, owner._parameters, owner._buffers, ("training",))
+            if not any(name in names for names in described):
+                yield name
+                yield self.digest(getattr(owner, name))
+
     def _follow(self, function: types.FunctionType) -> None:
         """Keep the global variables that a function reads, also those in modules of one's own."""
+        variables = function.__globals__
         for code in _codes(function.__code__):
-            for read in dis.get_instructions(code):
+            self._names.update(code.co_names)
+            reads = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+            for at, read in enumerate(reads):
                 if read.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    self._keep(function.__globals__, read.argval, code.co_names)
+                    self._keep(variables, read.argval, code.co_names)
+                    self._pass_on(variables.get(read.argval), reads, at + 1)
                 elif read.opname == "STORE_GLOBAL":  # a counter, or what is made on first use
-                    self._written.add((id(function.__globals__), read.argval))
+                    self._written.add((id(variables), read.argval))
 
-    def _keep(self, names: Mapping[str, Any], name: str, attributes: Sequence[str]) -> None:
-        if name not in names or (id(names), name) in self._read:
-            return
-        value = names[name]
-        self._read[id(names), name] = names.get("__name__"), value
-        if isinstance(value, types.ModuleType) and not _is_package(value.__name__):
-            # By these any of them may be read.
-            every = list(vars(value)) if {"getattr", "vars"} & set(attributes) else ()
-            for attribute in (*attributes, *every):
-                if not attribute.startswith("__"):
-                    self._keep(vars(value), attribute, attributes)
+    def _keep(self, names: Mapping[str, Any], name: str, attributes: Iterable[str]) -> None:
+        if name in names:
+            self._read.setdefault((id(names), name), (names.get("__name__"), names[name]))
+            if _is_ones_own(names[name]):
+                self._read_of(names[name], attributes)
+
+    def _read_of(self, module: types.ModuleType, attributes: Iterable[str]) -> None:
+        """Keep the variables of a module that code with these names may read."""
+        asked = self._asked.setdefault(id(module), set())
+        new = set(attributes) - asked
+        asked |= new
+        # By these any of them may be read.
+        by_name = {"getattr", "vars", "__dict__"} & new
+        for name in sorted(vars(module) if by_name else new):
+            if not name.startswith("__"):
+                self._keep(vars(module), name, attributes)
+
+    def _pass_on(self, value: Any, reads: Sequence[dis.Instruction], at: int) -> None:
+        """Keep a module that code goes on with as a value: others may read its attributes."""
+        while _is_ones_own(value) and reads[at].opname in _OF_ATTRIBUTES:
+            value, at = vars(value).get(reads[at].argval), at + 1
+        if _is_ones_own(value):
+            self._passed_on[id(value)] = value
 
 
+_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
 # What a class statement leaves beside the members that were written in it.
 _OF_CLASSES = frozenset(
     [
@@ -439,6 +510,19 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+def _without_numbers(code: str) -> str:
+    """Code of TorchScript less the numbers of types, by the order in which a process made them."""
+    return re.sub(r"___torch_mangle_\d+\.", "", code)
+
+
+def _owner(scripted: Any, node: Any) -> Any:
+    """The module of TorchScript whose attribute a node of its graph reads."""
+    before = node.input().node()
+    if before.kind() != "prim::GetAttr":
+        return scripted
+    return getattr(_owner(scripted, before), before.s("name"))
 
 
 def _attributes(tensor: Tensor) -> dict[str, Any]:
@@ -464,6 +548,8 @@ def _content(value: Any) -> list[Any] | None:
             return [value.get()]  # its default, if it has one
         except LookupError:
             return []
+    if isinstance(value, torch.ScriptObject):  # such as weights that quantization has packed
+        return [value.__getstate__()] if hasattr(value, "__getstate__") else []
     if isinstance(value, memoryview):
         return [value.format, value.shape, value.tobytes()]
     if isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):
@@ -503,11 +589,16 @@ def _name(value: Any) -> str:
 def _is_packaged(value: type | types.FunctionType) -> bool:
     """Whether a class, or the module whose variables a function reads, is of a package."""
     if isinstance(value, types.FunctionType):  # its __module__ may be that of what it wraps
-        return _is_package(str(value.__globals__.get("__name__")))
-    return _is_package(str(value.__module__))
+        return is_package(str(value.__globals__.get("__name__")))
+    return is_package(str(value.__module__))
 
 
-def _is_package(module: str) -> bool:
+def _is_ones_own(value: Any) -> bool:
+    """Whether it is a module that no package defines."""
+    return isinstance(value, types.ModuleType) and not is_package(value.__name__)
+
+
+def is_package(module: str) -> bool:
     top = module.partition(".")[0]
     if top == "__main__":  # whatever program runs the prompt
         return False

@@ -4,16 +4,18 @@ Folded is a batch normalization into the convolution before it, while a network 
 """
 
 import contextlib
+import functools
 import re
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from embedx.fingerprints import methods
+from embedx.fingerprints import is_package, methods
 from embedx.points import Point
 
 # Whose networks are functions of their input: they keep nothing between layers or passes, and draw
@@ -36,7 +38,8 @@ def is_known(module: nn.Module) -> bool:
     """Whether all code of a network is of libraries whose networks keep nothing, and has no hooks.
 
     Such a network may be traced, stopped in the middle of a pass, and given its input in another
-    memory layout. One whose methods were replaced, on an instance or on a class, is not known.
+    memory layout. One whose methods were replaced, on an instance or on a class, is not known, nor
+    one that holds a function of the user's own, or a weight of a type that does other things.
     """
     everywhere = nn.modules.module
     return (
@@ -45,6 +48,9 @@ def is_known(module: nn.Module) -> bool:
             f"{type(child).__module__}.".startswith(_KNOWN)
             and not any(getattr(child, kind) for kind in _HOOKS)
             and not _has_own_methods(child)
+            and not any(_is_own_code(vars(child)[key]) for key in vars(child).keys() - _USUAL)
+            and all(_is_plain(weight) for weight in child._parameters.values())
+            and all(_is_plain(buffer) for buffer in child._buffers.values())
             and not _attends_in_its_own_way(child)
             for child in module.modules()
         )
@@ -69,6 +75,8 @@ def is_by_sample(module: nn.Module) -> bool:
 
 def _is_layer_by_sample(module: nn.Module, *, within: nn.Module) -> bool:
     where, name = type(module).__module__, type(module).__name__
+    if name == "Lambda":  # of torchvision: any function of a library, along any axis
+        return False
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
         return False
     if isinstance(module, nn.MultiheadAttention):
@@ -110,6 +118,44 @@ def _has_own_methods(module: nn.Module) -> bool:
     return "_compiled_call_impl" in vars(module) or any(
         callable(getattr(kind, key, None)) for key in vars(module)
     )
+
+
+_USUAL = frozenset(vars(nn.Module()))
+
+
+def _is_own_code(value: Any, *, depth: int = 5) -> bool:
+    """Whether it is, or holds, a function or a class that none of the libraries defines."""
+    held: Iterable[Any] = ()
+    if isinstance(value, functools.partial):
+        held = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, dict):
+        held = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held = value
+    elif isinstance(value, types.MethodType):
+        held = (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        if not f"{value.__globals__.get('__name__')}.".startswith(_WRITERS):
+            return True
+        held = value.__closure__ or ()  # what it is wrapped around
+    elif isinstance(value, types.CellType):
+        with contextlib.suppress(ValueError):  # not set yet
+            held = (value.cell_contents,)
+    elif isinstance(value, torch.jit.ScriptFunction):
+        return True
+    elif isinstance(value, type):
+        return not is_package(value.__module__)
+    elif callable(value):
+        held = (type(value), getattr(value, "__wrapped__", None))
+    return depth > 0 and any(_is_own_code(one, depth=depth - 1) for one in held)
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Whether operations do with it what they do with any tensor."""
+    return tensor is None or type(tensor) is Tensor or type(tensor).__module__ == _OF_WEIGHTS
+
+
+_OF_WEIGHTS = "torch.nn.parameter"
 
 
 def _is_patched(kind: type) -> bool:

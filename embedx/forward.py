@@ -486,7 +486,7 @@ class _Forward:
             rows_before = {point.name: got[point.name] for point in plan.points}
             seed_all(seed, plan.device)
             self._run(_copied(inputs), labels, n)
-            if all(torch.equal(rows_before[key], got[key]) for key in rows_before):
+            if all(_is_same(rows_before[key], got[key]) for key in rows_before):
                 log.warning(
                     "the ablations change none of the rows of the first batch: they are of layers "
                     "that do not lead to %s, or change no number",
@@ -846,6 +846,13 @@ def _require_samples_first(
 _SAMPLES_FIRST = (
     "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"
 )
+
+
+def _is_same(rows: Tensor, others: Tensor) -> bool:
+    """Whether they are equal, NaN to NaN too."""
+    if rows.shape != others.shape:
+        return False
+    return bool(((rows == others) | (rows.isnan() & others.isnan())).all())
 
 
 def _is_near(rows: Tensor, others: Tensor) -> bool:

@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -327,22 +327,26 @@ def _sentence(folder: Path) -> _Sentence:
         raise ModelError(f"{folder / 'modules.json'} is no list of modules; save the model again")
     pooling: str | None = None
     normalizes, others = False, []
-    for module in modules[1:]:
+    for place, module in enumerate(modules):
         kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind == "Pooling":
+        if kind == "Pooling" and pooling is None:
             pooling = _mode(_json(folder / str(module.get("path")) / "config.json"))
-        elif kind == "Normalize":
+        elif kind == "Normalize" and pooling is not None:
             normalizes = True
-        else:
+        elif kind == "Normalize":
+            others.append("Normalize before the pooling")
+        elif kind != "Transformer" or place:
             others.append(kind)
-    notes: tuple[str, ...] = ()
-    if others:
-        notes = (
-            f"{folder.name}: after the pooling sentence-transformers has {listed(others)}, which "
-            "is left out here: rows are not those of its encode()",
-        )
-    about = _json(folder / "sentence_bert_config.json")
+    found = (_json(folder / f"sentence_{name}_config.json") for name in _NAMES_OF_CONFIGS)
+    about: dict[str, Any] = next(filter(None, found), {})
     prompts = _json(folder / "config_sentence_transformers.json")
+    settings = [f"{key} of {value}" for key, value in _that_matter(about, prompts)]
+    notes: tuple[str, ...] = ()
+    if others or settings:
+        notes = (
+            f"{folder.name}: {listed([*others, *settings])}, which sentence-transformers has "
+            "there, is left out here: rows may be others than those of its encode()",
+        )
     named = prompts.get("default_prompt_name")
     length = about.get("max_seq_length")
     return _Sentence(
@@ -353,6 +357,22 @@ def _sentence(folder: Path) -> _Sentence:
         prompt=str((prompts.get("prompts") or {}).get(named) or "") if named else "",
         notes=notes,
     )
+
+
+# As the versions of sentence-transformers have called it, in the order in which it looks.
+_NAMES_OF_CONFIGS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+_HEEDED = ("max_seq_length", "do_lower_case")
+_OF_OTHER_INPUTS = ("modality_config", "module_output_name", "unpad_inputs")
+
+
+def _that_matter(about: dict[str, Any], prompts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings of sentence-transformers that are not heeded here and change its rows."""
+    for key, value in about.items():
+        is_usual = key == "transformer_task" and value == "feature-extraction"
+        if value and not is_usual and key not in (*_HEEDED, *_OF_OTHER_INPUTS):
+            yield key, value
+    if prompts.get("truncate_dim"):
+        yield "truncate_dim", prompts["truncate_dim"]
 
 
 def _mode(config: Mapping[str, Any]) -> str:
@@ -481,7 +501,9 @@ def _with_weights(
         part.require_unchanged()
     missing = sorted(info["missing_keys"])
     notes = [note for part in parts for note in part.notes]
-    if lost := [key for key in missing if not key.startswith("pooler.")]:
+    # Rows of a pooler that is random would hang on the seed: it is left out, where that can be.
+    may_lack_pooler = "add_pooling_layer" in inspect.signature(kind.__init__).parameters
+    if lost := [key for key in missing if not (may_lack_pooler and key.startswith("pooler."))]:
         raise ModelError(
             f"the weights of {name} lack {listed(lost, most=3)} of {kind.__name__}; choose the "
             "folder that they were saved in"
@@ -498,7 +520,33 @@ def _with_weights(
             f"{listed(wrong, most=3)}; choose the folder that they were saved in"
         )
     if missing:
-        notes.append(f"{name} has no weights for its pooler, which no text passes: random ones")
+        module.pooler = None
+        notes.append(f"{name} has no weights for its pooler, which is left out")
+    own, others = _without_place(module, kind, info["unexpected_keys"])
+    if own:
+        raise ModelError(
+            f"the weights of {name} hold {listed(own, most=3)}, and {kind.__name__} by its "
+            "config.json has no place for them; choose the folder that they were saved in"
+        )
+    if others:
+        notes.append(
+            f"{name} holds weights of more than the encoder, which are left out: "
+            f"{listed(others, most=3)}"
+        )
     hashes = [part.sha256 for part in parts]
     sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
     return module, sha256, tuple(path.name for path in paths), notes
+
+
+def _without_place(
+    module: nn.Module, kind: Any, unexpected: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Weights that the network does not take: of its own parts, and the names of other parts."""
+    buffers = {name for name, _ in module.named_buffers()}  # which older versions have saved
+    prefix = f"{kind.base_model_prefix}."
+    keys = sorted(key.removeprefix(prefix) for key in unexpected)
+    keys = [key for key in keys if key not in buffers]
+    parts = {name for name, child in module.named_children() if child is not None}
+    own = [key for key in keys if key.partition(".")[0] in parts]
+    others = [key.partition(".")[0] for key in keys if key not in own]
+    return own, list(dict.fromkeys(others))

@@ -716,14 +716,19 @@ def _encoder(
         known = ", ".join(hf_models.POOLINGS.values())
         raise ConfigError(f"model.tokens must be one of {known}, not {tokens!r}")
     _check_seed(seed)
-    with _seeded(seed):
-        loaded = hf_models.load(
-            folder,
-            name=title,
-            has_weights=weights is not None,
-            tokens=tokens,
-            max_length=max_length,
-        )
+
+    def load() -> hf_models.Encoder:
+        with _seeded(seed):
+            return hf_models.load(
+                folder,
+                name=title,
+                has_weights=weights is not None,
+                tokens=tokens,
+                max_length=max_length,
+            )
+
+    loaded = load()
+    code = code_sha256(loaded.module)
     chosen = _random(title, seed)
     if loaded.sha256 is not None:
         files = ", ".join(loaded.files)
@@ -733,6 +738,8 @@ def _encoder(
         layer = hooks.find_output(
             loaded.module, example, lambda output: output.last_hidden_state, title=title
         ).name
+        if code_sha256(loaded.module) != code:  # a text so short has changed it for good
+            loaded = load()
     return Model(
         module=loaded.module,
         name=title,
@@ -742,7 +749,7 @@ def _encoder(
         weights_sha256=chosen.sha256 or state_sha256(loaded.module),
         source=source,
         license=chosen.license,
-        code=code_sha256(loaded.module),
+        code=code,
         tokens=loaded.tokens,
         notes=chosen.notes,
         tokenizer=loaded.tokenizer,

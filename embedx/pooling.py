@@ -14,7 +14,7 @@ from torch import Tensor
 from embedx.errors import ConfigError, ShapeError
 from embedx.fingerprints import value_sha256
 
-POOLING_REVISION = 4  # raised when a result changes; part of every file's id
+POOLING_REVISION = 5  # raised when a result changes; part of every file's id
 
 Function = Callable[..., Tensor]
 
@@ -212,12 +212,22 @@ def norm(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
             0 for padding, which is left out; None where all are tokens.
 
     Returns:
-        Shape ``(n, 1)``, float32 or wider, in the unit of ``activation``.
+        Shape ``(n, 1)``, float32 or wider, in the unit of ``activation``; NaN for a sample of
+        padding alone.
     """
     wide = activation.to(torch.promote_types(activation.dtype, torch.float32))
     if mask is not None and activation.ndim == 3:
-        wide = torch.where(_is_token(activation, mask), wide, 0)
-    length: Tensor = torch.linalg.vector_norm(flatten(wide), dim=1, keepdim=True)
+        is_token = _is_token(activation, mask)
+        wide = torch.where(is_token, wide, 0)
+        wide = torch.where(is_token.any(1, keepdim=True), wide, torch.nan)
+    flat = flatten(wide)
+    if not flat.shape[1]:
+        return flat.new_zeros(len(flat), 1)
+    # Squares of very small numbers vanish, and those of large ones overflow: the largest is 1.
+    largest = torch.linalg.vector_norm(flat, ord=math.inf, dim=1, keepdim=True)
+    is_far = ((largest < 1e-15) | (largest > 1e15)) & (largest > 0) & largest.isfinite()
+    scale = torch.where(is_far, largest, 1)
+    length: Tensor = torch.linalg.vector_norm(flat / scale, dim=1, keepdim=True) * scale
     return length
 
 

@@ -172,14 +172,17 @@ class Rows:
             )
             with np.errstate(all="ignore"):  # overflow makes the row a failed one
                 arrays[field.name] = values.astype(self._dtype, copy=False)
-            if self._dtype == np.float16 and point.name not in self._vanished:
-                is_lost = values.any(axis=1) & ~arrays[field.name].any(axis=1)
+            is_narrower = self._dtype == np.float16 or rows.dtype == torch.float64
+            if is_narrower and point.name not in self._vanished:
+                is_lost = (rows != 0).any(1).cpu().numpy() & ~arrays[field.name].any(axis=1)
                 if is_lost.any():
                     self._vanished.add(point.name)
+                    is_there = self._dtype == np.float16 and values[is_lost].any(axis=1).all()
                     log.warning(
-                        "rows of %s are so small that float16 makes zeros of them; use "
-                        "dtype=float32",
+                        "rows of %s are so small that %s makes zeros of them; use %s",
                         point.name,
+                        self._dtype,
+                        "dtype=float32" if is_there else "normalize=true",
                     )
             attrs[field.name] = {
                 "layer": point.layer,
@@ -218,6 +221,8 @@ def _in_eval_mode(module: nn.Module | None) -> Iterator[None]:
 def _of_length_one(rows: Array) -> Array:
     """Rows over their lengths, which in float32 would overflow or vanish when squared."""
     wide = rows.astype(np.float64)
+    if rows.dtype == np.float64:  # and so would these; powers of two change no digit
+        wide = np.ldexp(wide, -np.frexp(np.abs(wide).max(axis=1, keepdims=True))[1])
     lengths = np.sqrt(np.square(wide).sum(axis=1, keepdims=True))
     with np.errstate(invalid="ignore"):  # Inf over Inf makes the row a failed one
         wide /= np.where(lengths == 0, 1, lengths)

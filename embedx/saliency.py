@@ -67,6 +67,7 @@ class Scored:
         self.module = module
         self.title = title
         self._said: set[str] = set()
+        self._gives_shares: bool | None = None
 
     def say_once(self, message: str) -> None:
         """Warn of what is the same for every batch."""
@@ -83,6 +84,26 @@ class Scored:
         """
         output = run_model(self.module, inputs.clone(), title=self.title)
         return scores_of(output, n=len(inputs), title=self.title)
+
+    def shares(self, scores: Tensor) -> Tensor:
+        """The softmax of scores, or the scores where those of the first samples are shares already.
+
+        It is told once, by the first batch that has finite scores, and holds for all others: what
+        a sample gets does not hang on those beside it.
+
+        Args:
+            scores: Shape ``(n, classes)``.
+
+        Returns:
+            Shape ``(n, classes)``; NaN of a single score, whose softmax is always 1.
+        """
+        finite = scores[scores.isfinite().all(1)]
+        if self._gives_shares is None and len(finite):
+            add_up = (finite.sum(1) - 1).abs() < 1e-3
+            self._gives_shares = bool(((finite >= 0).all(1) & add_up).all())
+        if scores.shape[1] == 1:
+            return torch.full_like(scores, torch.nan)
+        return scores if self._gives_shares else scores.softmax(1)
 
     def chosen(self, scores: Tensor, targets: Tensor | None) -> Tensor:
         """The class of each sample: its target, or the one with the highest score.
@@ -107,12 +128,9 @@ def _are_equal(scores: Tensor) -> bool:
     return scores.shape[1] > 1 and bool((scores == scores[:, :1]).all())
 
 
-def _told(maps: Tensor, scores: Tensor, targets: Tensor, **columns: Tensor) -> Maps:
+def _told(run: Scored, maps: Tensor, scores: Tensor, targets: Tensor, **columns: Tensor) -> Maps:
     scores, targets = scores.detach(), targets.detach()
-    are_shares = bool(((scores >= 0).all(1) & ((scores.sum(1) - 1).abs() < 1e-3)).all())
-    shares = scores if are_shares else scores.softmax(1)
-    if scores.shape[1] == 1:
-        shares = torch.full_like(scores, torch.nan)
+    shares = run.shares(scores)
     at = targets[:, None]
     return Maps(
         maps.detach().to("cpu", torch.float32),
@@ -163,7 +181,7 @@ def input_gradient(run: Scored, inputs: Tensor, targets: Tensor | None) -> Maps:
     leaf = inputs.detach().clone().requires_grad_()
     scores = run(leaf)
     classes = run.chosen(scores, targets)
-    return _told(_gradient(run, scores, classes, leaf), scores, classes)
+    return _told(run, _gradient(run, scores, classes, leaf), scores, classes)
 
 
 def _gradient(run: Scored, scores: Tensor, classes: Tensor, leaf: Tensor) -> Tensor:
@@ -326,7 +344,7 @@ def guided_backprop(run: Scored, inputs: Tensor, targets: Tensor | None) -> Maps
             f"{run.title} has activations beside its {guided.n_guided} ReLUs, through which "
             f"gradients go back as they are: {others}"
         )
-    return _told(gradient, scores, classes)
+    return _told(run, gradient, scores, classes)
 
 
 # --------------------------------------------------------------------------- layers
@@ -384,7 +402,7 @@ def gradcam(
     else:
         weights = g.mean((2, 3))
     found = torch.einsum("nc,nchw->nhw", weights, maps).relu()
-    return _told(found, scores, classes)
+    return _told(run, found, scores, classes)
 
 
 def _at_layer(
@@ -600,7 +618,7 @@ def integrated_gradients(
     missed = (found.flatten(1).sum(1) - gap).abs()
     least = 1e-3 * scores.gather(1, at)[:, 0].abs()
     error = missed / torch.maximum(gap.abs(), least).clamp(min=torch.finfo(gap.dtype).tiny)
-    return _told(found, scores, classes, completeness_error=error)
+    return _told(run, found, scores, classes, completeness_error=error)
 
 
 def occlusion(
@@ -649,7 +667,7 @@ def occlusion(
             target=classes,
             perturbations_per_eval=max(1, batch_size // len(inputs)),
         )
-    return _told(found[:, 0], scores, classes)
+    return _told(run, found[:, 0], scores, classes)
 
 
 @contextlib.contextmanager

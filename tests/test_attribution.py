@@ -1388,6 +1388,65 @@ def test_networks_of_transformers_that_draw_or_keep_are_not_known() -> None:
     assert fold.is_known(plain)
 
 
+def of_the_batch(x: Tensor) -> Tensor:
+    return x - x.mean()
+
+
+class Applies:
+    def __call__(self, x: Tensor) -> Tensor:
+        return of_the_batch(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        of_the_batch,
+        lambda x: x - x.mean(),
+        functools.partial(torch.utils.checkpoint.checkpoint, of_the_batch),
+        torch.no_grad()(of_the_batch),
+        Applies(),
+        Applies().__call__,
+        functools.lru_cache(of_the_batch),
+    ],
+)
+def test_a_network_of_a_library_that_holds_a_function_of_ones_own_is_not_known(
+    function: Any,
+) -> None:
+    from torchvision.transforms import v2
+
+    held = nn.Sequential(v2.Lambda(function), nn.Flatten()).eval()
+    assert not fold.is_known(held)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation=function)
+    assert not fold.is_known(encoder.eval())
+    of_torch = nn.Sequential(v2.Lambda(torch.relu)).eval()
+    assert fold.is_known(of_torch)
+    assert not fold.is_by_sample(of_torch)  # as torch.cumsum may be there
+
+
+class Rounded(Tensor):
+    """A weight that is rounded where it is used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.conv2d:
+            args = [
+                one.as_subclass(Tensor).round() if isinstance(one, Rounded) else one for one in args
+            ]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_weight_that_does_other_things_than_a_tensor_is_not_folded(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).eval()
+    net[0].weight = nn.Parameter((net[0].weight * 5).data.as_subclass(Rounded), requires_grad=False)
+    assert not fold.is_known(net)
+    x = torch.randn(4, 3, 5, 5)
+    rows = embedx.extract(net, x, layers="2", out=tmp_path).embeddings["2"][:]
+    with torch.no_grad():
+        np.testing.assert_array_equal(rows, np.asarray(net(x).as_subclass(Tensor)))
+
+
 def test_a_network_that_draws_where_none_is_expected_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

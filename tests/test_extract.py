@@ -1218,6 +1218,25 @@ def test_values_that_are_not_finite_fail_their_row(tmp_path: Path) -> None:
     assert [r["reason"] for r in store.read_reasons(got.path)] == ["NaN or Inf in 0"] * 2
 
 
+class Tiny(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e-200
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_doubles_that_vanish_in_the_file_are_said_and_normalized_ones_do_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: Any
+) -> None:
+    model, x = nn.Sequential(Tiny()).eval(), torch.randn(3, 4, dtype=torch.float64)
+    embedx.extract(model, x, layers="0", dtype=dtype, out=tmp_path / "plain")
+    assert f"so small that {dtype} makes zeros of them; use normalize=true" in caplog.text
+    caplog.clear()
+    one = embedx.extract(model, x, layers="0", dtype=dtype, normalize=True, out=tmp_path / "one")
+    assert "so small" not in caplog.text
+    wanted = x / x.norm(dim=1, keepdim=True)
+    np.testing.assert_allclose(one.embeddings["0"][:], wanted.numpy(), rtol=1e-3)
+
+
 def test_rows_of_any_length_are_scaled_to_length_one(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 2)).eval()
     x = np.array([[1, 2, 3, 4], [1e20] * 4, [3e38, 0, 0, 0], [1e-25] * 4, [0] * 4], "f4")

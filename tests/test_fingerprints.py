@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import embedx
-from embedx.fingerprints import code_sha256, state_sha256, value_sha256
+from embedx.fingerprints import code_sha256, state_marks, state_sha256, value_sha256
 
 from .conftest import ROOT
 
@@ -138,10 +138,70 @@ def module(text: str) -> types.ModuleType:
     return made
 
 
+def with_attribute(function: Callable[[Tensor], Any], **attributes: Any) -> Any:
+    vars(function).update(attributes)
+    return function
+
+
+def made_by(k: int) -> Callable[[Tensor], Any]:
+    """A function that holds a module, as one does that was imported where it was made."""
+    held = module(f"K = {k}")
+
+    def f(x: Tensor) -> Any:
+        return x * held.K
+
+    return f
+
+
+def nested(layout: torch.layout, *, k: int = 1) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(3, 1) * k], layout=layout)
+
+
+def of_kind(k: int) -> type:
+    return type("Meta", (type,), {"scale": k})("Made", (), {})
+
+
+def traced(k: float) -> Any:
+    constant = torch.full((2,), k)
+    return torch.jit.trace(lambda x: x * constant, torch.ones(2), check_trace=False)
+
+
+def scripted(k: float | Tensor, *, is_frozen: bool = False) -> list[Any]:
+    linear = nn.Linear(2, 2).eval()
+    nn.init.constant_(linear.weight, k)
+    nn.init.zeros_(linear.bias)
+    if is_frozen:
+        return [torch.jit.freeze(torch.jit.script(linear))]
+    return [torch.jit.script(nn.Sequential(Times(k)))]
+
+
+class Times(nn.Module):
+    def __init__(self, k: float | Tensor) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+
+def compiled(k: int) -> Any:
+    text = f"def g(x: Tensor):\n    return x * {k}\ndef f(x: Tensor):\n    return g(x) + 1\n"
+    return torch.jit.CompilationUnit(text).f
+
+
+def package(**members: Any) -> types.ModuleType:
+    made = module("")
+    vars(made).update(members)
+    return made
+
+
 HELD = [Settings(5), Settings(6)]
 READS = "def f(x): return [x * k for _ in range(2)]"
 NAMED = "def f(x): return getattr(m, 'a' + 'ct')(x)"
 CALLS = "def g(x): return x * {}\ndef f(x): return g(x)"
+SHARED = "def g(x): return x * m.B\ndef f(x): return g(x) * m.A"
+PASSED = "def g(held): return held.K\ndef f(x): return x * g(m.inner)"
+INDEXED = "def f(x): return x * m.__dict__['K']"
 leaky = functools.partial(functional.leaky_relu, negative_slope=0.1)
 # Each attribute beside another one that gives other rows, or may.
 DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
@@ -175,6 +235,9 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: torch.ones(2).to_sparse(),
         lambda: torch.ones(2, device="meta"),
         lambda: torch.full((2,), 1j).conj(),
+        lambda: nested(torch.strided),
+        lambda: nested(torch.jagged),
+        lambda: nested(torch.jagged, k=2),
     ),
     "unregistered": (lambda: [nn.ReLU()], lambda: [nn.Tanh()], lambda: [Net()]),
     "random": (lambda: np.random.default_rng(0), lambda: np.random.default_rng(1)),
@@ -208,6 +271,39 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: read(NAMED, m=module("def act(x): return x * 2")),
         lambda: read(NAMED, m=module("def act(x): return x * 3")),
     ),
+    "of a function": (
+        lambda: with_attribute(lambda x: x, scale=1),
+        lambda: with_attribute(lambda x: x, scale=2),
+        lambda: with_attribute(torch.no_grad()(lambda x: x), scale=1),
+        lambda: with_attribute(torch.no_grad()(lambda x: x), scale=2),
+    ),
+    "of a held module": (lambda: made_by(1), lambda: made_by(2)),
+    "of a module that two functions read": (
+        lambda: read(SHARED, m=module("A = 1\nB = 1")),
+        lambda: read(SHARED, m=module("A = 1\nB = 2")),
+        lambda: read(SHARED, m=module("A = 2\nB = 1")),
+    ),
+    "of a module that is passed on": (
+        lambda: read(PASSED, m=types.SimpleNamespace(inner=module("K = 1"))),
+        lambda: read(PASSED, m=types.SimpleNamespace(inner=module("K = 2"))),
+        lambda: read(PASSED, m=package(inner=module("K = 1"))),
+        lambda: read(PASSED, m=package(inner=module("K = 2"))),
+        lambda: read(INDEXED, m=module("K = 1")),
+        lambda: read(INDEXED, m=module("K = 2")),
+    ),
+    "of a metaclass": (lambda: of_kind(1), lambda: of_kind(2)),
+    "of TorchScript": (
+        lambda: traced(1.0),
+        lambda: traced(2.0),
+        lambda: scripted(1.0),
+        lambda: scripted(2.0),
+        lambda: scripted(torch.tensor(1.0)),
+        lambda: scripted(torch.tensor(2.0)),
+        lambda: scripted(1.0, is_frozen=True),
+        lambda: scripted(2.0, is_frozen=True),
+        lambda: compiled(2),
+        lambda: compiled(3),
+    ),
 }
 
 
@@ -218,6 +314,12 @@ def digests() -> dict[str, list[str]]:
     }
 
 
+TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning")
+NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+
+@NESTED
+@TORCHSCRIPT
 def test_whatever_an_attribute_holds_tells_networks_apart() -> None:
     found = digests()
     for kind, several in found.items():
@@ -227,6 +329,8 @@ def test_whatever_an_attribute_holds_tells_networks_apart() -> None:
     assert code_sha256(Net()) not in all_
 
 
+@NESTED
+@TORCHSCRIPT
 def test_fingerprints_are_the_same_in_another_process() -> None:
     code = "import json; from tests.test_fingerprints import digests; print(json.dumps(digests()))"
     for seed in ("1", "2"):
@@ -274,7 +378,7 @@ def test_hooks_and_structure_tell_networks_apart_and_those_of_a_capture_do_not()
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+@TORCHSCRIPT
 @pytest.mark.parametrize("make", [torch.jit.script, torch.fx.symbolic_trace])
 def test_what_torch_made_of_a_network_is_told_apart_by_its_code(
     make: Callable[[nn.Module], nn.Module],
@@ -283,6 +387,16 @@ def test_what_torch_made_of_a_network_is_told_apart_by_its_code(
         make(nn.Sequential(nn.Linear(2, 2), kind())) for kind in (nn.ReLU, nn.ReLU, nn.Tanh)
     )
     assert code_sha256(one) == code_sha256(again) != code_sha256(other)
+
+
+@NESTED
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_weight_that_is_nested_is_refused_in_words(layout: torch.layout) -> None:
+    net = Net()
+    net.register_buffer("rows", nested(layout))
+    with pytest.raises(embedx.errors.ModelError, match="rows of Net is not a dense tensor"):
+        state_sha256(net)
+    assert state_marks(net)["rows"] != state_marks(Net(rows=nn.Buffer(nested(layout, k=2))))["rows"]
 
 
 def test_what_a_pass_or_a_place_leaves_behind_changes_nothing() -> None:
@@ -352,6 +466,11 @@ def test_what_code_sets_or_hooks_collect_changes_nothing() -> None:
     assert value_sha256(function) == before
     collects = "def f(x):\n    seen['a'].append(x)\n    kept.append(x)\n    last['a'] = x"
     function = read(collects, seen=collections.defaultdict(list), kept=[], last={})
+    before = value_sha256(function)
+    function(torch.ones(1))
+    assert value_sha256(function) == before
+    function = read("def f(x):\n    f.n += 1\n    f.seen.append(x)\n    return x")
+    function.n, function.seen = 0, []  # type: ignore[attr-defined]
     before = value_sha256(function)
     function(torch.ones(1))
     assert value_sha256(function) == before

@@ -741,6 +741,18 @@ def test_a_layer_that_calls_itself_has_its_calls_by_number() -> None:
         assert float(model(x)[0, 0]) == 10.0
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_sample_whose_scores_are_not_finite_fails_alone_at_badge_too(
+    tmp_path: Path, value: float
+) -> None:
+    x = X.clone()
+    x[1] = value
+    rows = embedx.extract(net(), x, layers="head:badge", out=tmp_path / "some")
+    assert np.flatnonzero(~rows.ok).tolist() == [1]
+    alone = embedx.extract(net(), X, layers="head:badge", out=tmp_path / "all")
+    assert np.array_equal(rows.embeddings["head:badge"][0], alone.embeddings["head:badge"][0])
+
+
 def test_badge_of_what_is_no_plain_linear_layer_is_refused() -> None:
     model, x = nn.Sequential(nn.Linear(3, 4)), torch.randn(2, 3)
     handle = model[0].register_forward_hook(lambda _, __, output: output / 20)

@@ -302,11 +302,14 @@ def test_layers_whose_samples_are_not_first_are_refused(tmp_path: Path) -> None:
             )  # fmt: skip
 
 
-def test_an_ablation_without_effect_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_ablation_without_effect_is_said_whatever_a_sample_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_whole: bool
 ) -> None:
+    x = X.clone()
+    x[0] = x[0] if is_whole else torch.nan
     embedx.extract(
-        net(), X, layers="conv", pooling="gap", ablate=[{"at": "conv2", "channels": 1}],
+        net(), x, layers="conv", pooling="gap", ablate=[{"at": "conv2", "channels": 1}],
         out=tmp_path,
     )  # fmt: skip
     assert "the ablations change none of the rows of the first batch" in caplog.text

@@ -187,6 +187,23 @@ def test_largest_values_and_generalized_means_equal_numpy() -> None:
             pooling.gem(maps, **arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_length_of_very_small_and_very_large_numbers_is_right(dtype: torch.dtype) -> None:
+    far = 1e-30 if dtype == torch.float32 else 1e-200
+    x = torch.randn(5, 3, 4, dtype=dtype)
+    x *= torch.tensor([1, far, 1 / far / 1e5, 0, 1], dtype=dtype)[:, None, None]
+    x[4, 0, 0] = torch.inf
+    wanted = [np.linalg.norm(np.longdouble(row).ravel()) for row in x.numpy()]
+    np.testing.assert_allclose(pooling.norm(x)[:, 0].numpy(), np.array(wanted, float), rtol=1e-6)
+    assert pooling.norm(x[:, :0]).tolist() == [[0.0]] * 5
+
+
+def test_a_sample_of_padding_alone_has_no_length_no_mean_and_no_largest_value() -> None:
+    tokens, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    for reduce in (pooling.norm, pooling.mean_token, pooling.max_token):
+        assert reduce(tokens, mask=mask).isfinite().all(1).tolist() == [True, False]
+
+
 def test_padding_is_left_out_of_the_mean_whatever_it_holds() -> None:
     tokens = torch.randn(3, 5, 4)
     lengths = [5, 2, 1]

@@ -80,6 +80,20 @@ def test_of_a_network_that_ends_in_a_softmax_the_share_is_the_score() -> None:
     assert torch.equal(got.shares, got.scores)
 
 
+def test_what_share_a_sample_has_does_not_hang_on_the_samples_beside_it() -> None:
+    module = nn.Sequential(small(), nn.Softmax(1))
+    beside = X.clone()
+    beside[1] = torch.nan
+    run = Scored(module, "net")
+    for x in (beside, X):
+        got = saliency.input_gradient(run, x, None)
+        assert torch.equal(got.shares.nan_to_num(), got.scores.nan_to_num())
+    wanted = Scored(small(), "net")
+    logits = torch.tensor([[2.0, 1.0], [0.25, 0.75]])  # of which one looks like shares
+    assert torch.equal(wanted.shares(logits), logits.softmax(1))
+    assert torch.equal(wanted.shares(logits[1:]), logits[1:].softmax(1))
+
+
 def test_guided_backpropagation_of_a_network_worked_by_hand() -> None:
     # Two inputs, hidden h = relu(W x), score = v h. x = (1, 2), so W x = (5, -1, 2), and the
     # gates of h are (1, 0, 1). Back at h comes v = (2, 3, -4), of which 2 alone is positive and

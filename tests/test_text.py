@@ -387,6 +387,7 @@ def removed(*names: str) -> Callable[[Path], None]:
         (edited("config.json", model_type="vit", image_size=32), ModelError, "a vit; .*texts"),
         (edited("config.json", model_type="of-nobody"), ModelError, "cannot be read"),
         (edited("config.json", num_hidden_layers=4), ModelError, "lack encoder.layer.3"),
+        (edited("config.json", num_hidden_layers=2), ModelError, "hold encoder.layer.2.*no place"),
         (edited("config.json", intermediate_size=65), ModelError, "shape"),
         (no_code, ModelError, "unpickle"),
         (
@@ -409,6 +410,110 @@ def test_a_folder_that_is_no_text_encoder_is_refused_in_one_line(
     with pytest.raises(error, match=words) as caught:
         models.hf(str(path))
     assert "\n" not in str(caught.value)
+
+
+SMALL = {
+    "vocab_size": 5 + len(WORDS),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": POSITIONS,
+}
+
+
+def other_encoder(folder: Path, kind: str, **config: Any) -> Path:
+    save_encoder(folder)
+    made = getattr(transformers, f"{kind.removesuffix('Encoder')}Config")(**config)
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}Model")(made).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layer"),
+    [
+        ("Albert", {**SMALL, "embedding_size": 8}, "encoder.albert_layer_groups.0@1"),
+        (
+            "T5Encoder",
+            {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2},
+            "encoder.final_layer_norm",
+        ),
+    ],
+)
+def test_an_encoder_whose_last_layer_runs_several_times_gives_its_last_tokens(
+    kind: str, config: dict[str, Any], layer: str, tmp_path: Path
+) -> None:
+    made = models.hf(str(other_encoder(tmp_path / "model", kind, **config)))
+    assert made.layer == layer
+    run = embedx.extract(made, TEXTS[:9], batch_size=4, out=tmp_path / "run")
+    assert made.tokenizer is not None
+    for i, rows in enumerate(run.embeddings[layer][:]):
+        with torch.no_grad():
+            ids = made.tokenizer.pad(made.tokenizer.encode([TEXTS[i]])[0])
+            tokens = made.module.eval()(**ids).last_hidden_state
+        np.testing.assert_allclose(rows, tokens[0].mean(0), atol=1e-5)
+
+
+def test_looking_for_the_last_layer_leaves_an_encoder_as_it_was_read(tmp_path: Path) -> None:
+    """A BigBird attends to everything from its first short text on."""
+    config = {**SMALL, "max_position_embeddings": 256, "block_size": 4, "num_random_blocks": 1}
+    made = models.hf(str(other_encoder(tmp_path / "model", "BigBird", **config)))
+    assert made.module.attention_type == "block_sparse"
+    assert made.layer == "encoder.layer.1"
+
+
+def test_a_head_and_a_pooler_without_weights_are_left_out_and_said(
+    folder: Path, tiny: Model, tmp_path: Path
+) -> None:
+    path = tmp_path / "masked"
+    shutil.copytree(folder, path)
+    config = transformers.BertConfig.from_pretrained(folder)
+    masked = transformers.BertForMaskedLM(config)
+    masked.bert.load_state_dict(tiny.module.state_dict(), strict=False)
+    masked.save_pretrained(path)
+    made = models.hf(str(path))
+    notes = " ".join(made.notes)
+    assert "has no weights for its pooler, which is left out" in notes
+    assert "weights of more than the encoder, which are left out: cls" in notes
+    with pytest.raises(LayerError, match="no layer 'pooler'"):
+        embedx.extract(made, TEXTS[:3], layers="pooler", out=tmp_path / "pooler")
+    rows = [
+        next(iter(embedx.extract(one, TEXTS[:9], out=tmp_path / name).embeddings.values()))[:]
+        for one, name in ((made, "a"), (tiny, "b"))
+    ]
+    assert np.array_equal(*rows)
+
+
+def test_what_sentence_transformers_has_in_its_folder_is_heeded_or_said(tmp_path: Path) -> None:
+    def made(name: str, *edits: Callable[[Path], None]) -> Model:
+        path = save_encoder(tmp_path / name, pooling={"pooling_mode": "mean"}, normalizes=True)
+        for edit in edits:
+            edit(path)
+        return models.hf(str(path))
+
+    def renamed(path: Path) -> None:
+        (path / "sentence_bert_config.json").rename(path / "sentence_xlm-roberta_config.json")
+
+    def turned(path: Path) -> None:
+        modules = json.loads((path / "modules.json").read_text())
+        (path / "modules.json").write_text(json.dumps([modules[i] for i in (0, 2, 1)]))
+
+    def truncated(path: Path) -> None:
+        (path / "config_sentence_transformers.json").write_text('{"truncate_dim": 8}')
+
+    plain = made("plain")
+    assert not plain.notes
+    assert plain.normalizes
+    old = made("renamed", renamed)
+    assert old.tokenizer is not None
+    assert old.tokenizer.max_length == 20
+    other_order = made("turned", turned)
+    assert not other_order.normalizes
+    assert "turned: Normalize before the pooling, which" in other_order.notes[0]
+    assert "truncated: truncate_dim of 8, which" in made("truncated", truncated).notes[0]
+    args = edited("sentence_bert_config.json", config_args={"hidden_act": "relu"})
+    assert "args: config_args of {'hidden_act': 'relu'}, which" in made("args", args).notes[0]
 
 
 def test_settings_that_no_encoder_has_are_refused(folder: Path, tmp_path: Path) -> None:
