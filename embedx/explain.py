@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import yaml
 
-from embedx import figures, fold, saliency, store
+from embedx import figures, saliency, store
 from embedx.checks import checked
 from embedx.class_maps import ClassMaps, require_target, write_maps
 from embedx.configs import public_config, settings_sha256
@@ -31,6 +31,7 @@ from embedx.errors import (
     number_of,
 )
 from embedx.explainer import (
+    OF_SEVERAL_PASSES,
     Part,
     Plan,
     running,
@@ -41,6 +42,7 @@ from embedx.inputs import (
     as_model,
     as_source,
     device_of,
+    is_by_sample,
     made_by,
 )
 from embedx.models import Model, Preprocess
@@ -67,7 +69,6 @@ STEPS = 50
 N_CHANNELS = 4
 
 _ON_CLASSES = tuple(name for name in Method.__args__ if name != "feature_maps")  # type: ignore[attr-defined]
-_BY_BASELINE = ("integrated_gradients", "occlusion")
 # The methods that have use for a key.
 _USES: dict[str, tuple[str, ...]] = {
     "layers": ("feature_maps", *saliency.ON_LAYER),
@@ -75,7 +76,7 @@ _USES: dict[str, tuple[str, ...]] = {
     "n_channels": ("feature_maps",),
     "target": _ON_CLASSES,
     "classes": _ON_CLASSES,
-    "baseline": _BY_BASELINE,
+    "baseline": OF_SEVERAL_PASSES,
     "steps": ("integrated_gradients",),
     "window": ("occlusion",),
     "stride": ("occlusion",),
@@ -211,7 +212,7 @@ def explain(
             "channels lists which maps are drawn; name at least one, and leave n_channels out"
         )
     figures.require(f"method={method}")
-    if method in _BY_BASELINE:
+    if method in OF_SEVERAL_PASSES:
         saliency.require_captum(f"method={method}")
     described = as_model(model, preprocess=preprocess)
     if described.tokenizer is not None:
@@ -260,7 +261,9 @@ def explain(
         "label_names": list(source.label_names),
         "label_numbers": list(source.label_numbers or ()) if target == "label" else None,
         "default_dtype": str(torch.get_default_dtype()),
-        "batch_size": None if fold.is_by_sample(described.module) else batch_size,
+        "batch_size": batch_size
+        if source.collate is not None or not is_by_sample(described)
+        else None,
         "revision": saliency.SALIENCY_REVISION,
     }
     file_id = settings_sha256(identity)

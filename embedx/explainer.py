@@ -20,17 +20,22 @@ from embedx.inputs import (
     Batches,
     arithmetic,
     channels_last,
+    draws_unseen,
+    is_by_sample,
     placed,
+    random_states,
     seed_all,
 )
 from embedx.models import Model
-from embedx.passes import on_device, undisturbed
+from embedx.passes import on_device, run_model, undisturbed
 from embedx.pictures import whole_pictures
 from embedx.points import Point
 from embedx.sources import Source
 from embedx.store import Array
 
 log = logging.getLogger("embedx")
+
+OF_SEVERAL_PASSES = ("integrated_gradients", "occlusion")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +233,36 @@ class Explainer:
         """Make sure that what all batches have in common is known; one must have a good sample."""
         number = 0
         while not self._is_set_up:
-            self._is_set_up = self._set_up_by(*self._samples(number))
+            some, samples = self._samples(number)
+            self._is_set_up = self._set_up_by(some, samples)
+            if self._is_set_up:
+                self._require_drawn_none(some, samples)
             number += 1
+
+    def _require_drawn_none(self, some: Plan, samples: Samples) -> None:
+        """See by a pass whether the network draws random numbers.
+
+        Raises:
+            ModelError: It does, and its code is taken for such that does not.
+        """
+        plan = self._plan
+        assert samples.inputs is not None
+        row = int(some.rows[samples.places[0]])
+        inputs = self._enter(samples.normalize(samples.inputs[:1]), row)
+        states = random_states(plan.device)
+        with torch.no_grad():
+            run_model(plan.model.module, inputs, title=plan.model.name)
+        if random_states(plan.device) == states:
+            return
+        if is_by_sample(plan.model):
+            raise draws_unseen(plan.model, what="map")
+        if plan.method in OF_SEVERAL_PASSES:
+            log.warning(
+                "%s draws random numbers in its passes, in eval mode too, and others in each pass "
+                "of %s: what its maps add up is noise in part",
+                plan.model.name,
+                plan.method,
+            )
 
     def _set_up_by(self, some: Plan, samples: Samples) -> bool:
         """The same by one batch, if it has a good sample."""

@@ -16,7 +16,7 @@ import torch
 import torch.utils.data
 from torch import Tensor, nn
 
-from embedx import fold, hooks, models, sources
+from embedx import fold, hooks, models
 from embedx import pooling as pools
 from embedx.ablations import Ablation, Seen
 from embedx.errors import LayerError, ModelError, ShapeError, listed
@@ -28,8 +28,11 @@ from embedx.inputs import (
     Precision,
     arithmetic,
     channels_last,
+    draws_unseen,
+    is_by_sample,
     mapped,
     placed,
+    random_states,
     seed_all,
     tensors_of,
 )
@@ -92,12 +95,7 @@ class Plan:
     @property
     def is_by_sample(self) -> bool:
         """Whether no code may draw random numbers, or see the samples of a batch together."""
-        prepared = self.model.preprocess
-        return (
-            fold.is_by_sample(self.model.module)
-            and not self.has_own_pooling
-            and not (prepared is not None and prepared.is_own)
-        )
+        return is_by_sample(self.model) and not self.has_own_pooling
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the rows, for the id of the file and to name a difference."""
@@ -354,14 +352,10 @@ class _Forward:
             # A whole pass of such shapes has shown that each layer runs once.
             shapes = tuple(tensor.shape[1:] for tensor in tensors_of(inputs))
             got.stops_early = self._may_stop_early and shapes in self._whole
-            states = None if self._draws_none else _random_states(plan.device)
+            states = None if self._draws_none else random_states(plan.device)
             output = self._run(inputs, labels, piece.size)
-            if states is not None and _random_states(plan.device) != states:
-                raise ModelError(
-                    f"{plan.model.name} draws random numbers in its passes, in eval mode too, so "
-                    "that a row would hang on the batch it is in; make it a part of a module of "
-                    "your own, whose runs are told apart by batch_size"
-                )
+            if states is not None and random_states(plan.device) != states:
+                raise draws_unseen(plan.model, what="row")
             self._draws_none = True
             self._memory.after_pass()
             try:
@@ -610,14 +604,6 @@ class _Memory:
                 "copies of other items" if self._plan.source.collate is not None else "zeros",
                 self._plan.model.name,
             )
-
-
-def _random_states(device: torch.device) -> list[Any]:
-    """The states of all generators that code shares, on the processors and on the device."""
-    states = sources.random_states()
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return states
 
 
 def _own_generators(module: nn.Module) -> list[str]:

@@ -22,10 +22,17 @@ import torch.utils.data
 from PIL import Image
 from torch import Tensor, nn
 
-from embedx import models, sources, text_data
+from embedx import fold, models, sources, text_data
 from embedx.checks import require_unmasked
 from embedx.data import Looked, collated, copied, folder, in_memory
-from embedx.errors import ConfigError, DataError, EmbedxError, ShapeError, first_line
+from embedx.errors import (
+    ConfigError,
+    DataError,
+    EmbedxError,
+    ModelError,
+    ShapeError,
+    first_line,
+)
 from embedx.models import Model, Preprocess
 from embedx.pictures import picture, thumbnail
 from embedx.sources import Shards, Source, as_array
@@ -775,6 +782,37 @@ def seed_all(seed: int, device: torch.device) -> None:
     sources.seed_random(seed)
     if device.type != "cpu":
         torch.manual_seed(seed)  # of every GPU in use too; it takes 0.4 ms
+
+
+def is_by_sample(model: Model) -> bool:
+    """Whether no code of a model may draw random numbers, or see the samples of a batch together.
+
+    Of another one ``batch_size`` decides the rows too.
+    """
+    prepared = model.preprocess
+    return fold.is_by_sample(model.module) and not (prepared is not None and prepared.is_own)
+
+
+def random_states(device: torch.device) -> list[Any]:
+    """The states of all generators that code shares, on the processors and on the device."""
+    states = sources.random_states()
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return states
+
+
+def draws_unseen(model: Model, *, what: str) -> ModelError:
+    """What is said of one that is taken to draw no random numbers, and does.
+
+    Args:
+        model: The model.
+        what: What it makes of a sample.
+    """
+    return ModelError(
+        f"{model.name} draws random numbers in its passes, in eval mode too, so that a {what} "
+        "would hang on the batch it is in; make it a part of a module of your own, whose runs are "
+        "told apart by batch_size"
+    )
 
 
 def made_by(model: Model, device: torch.device) -> dict[str, Any]:

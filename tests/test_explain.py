@@ -692,3 +692,51 @@ def test_ids_that_look_like_numbers_are_texts() -> None:
     ):
         (word, *_) = cli._prepare("explain", [typed, "model=resnet18"], Configs())
         assert word == prepared
+
+
+class Erased(nn.Module):
+    """A network with an augmentation of one's own that is always on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x * (torch.rand(x.shape[-2:]) > 0.2))
+        return out
+
+
+@pytest.mark.parametrize("method", ["input_gradient", "feature_maps"])
+def test_a_known_network_that_draws_random_numbers_is_not_explained(method: str) -> None:
+    erasing = torchvision.transforms.RandomErasing(p=1.0, scale=(0.2, 0.5))
+    model = nn.Sequential(erasing, *net()).eval()
+    with pytest.raises(ModelError, match="draws random numbers.*a map would hang on the batch"):
+        embedx.explain(model, torch.rand(4, 3, 16, 16), method=method)  # type: ignore[arg-type]
+
+
+def test_a_network_that_draws_anew_in_each_pass_of_a_map_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "embedx")
+    x = torch.rand(2, 3, 16, 16)
+    embedx.explain(Erased().eval(), x, method="input_gradient")
+    assert "draws random numbers" not in caplog.text
+    pytest.importorskip("captum")
+    embedx.explain(Erased().eval(), x, method="occlusion")
+    assert "others in each pass of occlusion" in caplog.text
+
+
+def test_a_preprocessing_of_ones_own_has_batch_size_in_the_id_of_its_maps() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Noisy(models.Preprocess):
+        def normalize(self, pixels: Tensor) -> Tensor:
+            return super().normalize(pixels) - pixels.float().mean()
+
+    sizes: Any = {"resize_px": 16, "crop_px": 16, "interpolation": "bilinear"}
+    prepared = Noisy(**sizes, mean=(0.5,) * 3, std=(0.5,) * 3)
+    model = dataclasses.replace(models.live(net()), preprocess=prepared)
+    assert prepared.is_own
+    pictures = [Image.new("RGB", (16, 16), (60 * i, 9, 9)) for i in range(4)]
+    embedx.explain(model, pictures, method="input_gradient", batch_size=4, out="maps")
+    with pytest.raises(StoreError, match="another explanation"):
+        embedx.explain(model, pictures, method="input_gradient", batch_size=2, out="maps")
