@@ -77,7 +77,7 @@ COMPILED_OFF = _CompiledOff()
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """All tensors in what a model or a layer gives: in mappings, tuples, lists and dataclasses."""
+    """All tensors in what a model or a layer gives: in mappings, tuples, lists and objects."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -87,7 +87,18 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         for value in output:
             yield from tensors_in(value)
     elif dataclasses.is_dataclass(output) or hasattr(output, "logits"):
-        yield from tensors_in(vars(output))
+        yield from tensors_in(_attributes(output))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds, in slots too."""
+    held = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                held[name] = getattr(value, name)
+    return held
 
 
 def class_scores(output: Any) -> Tensor | None:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +493,25 @@ class Output:
     logits: Tensor
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    logits: Tensor
+
+
+class Bare:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": Output,
+    "slots of a dataclass": Slotted,
+    "slots": Bare,
+}
+
+
 class SeenByTwo(nn.Module):
     """A layer passes on what another one works in place on, and a third one takes that too."""
 
@@ -505,14 +525,14 @@ class SeenByTwo(nn.Module):
     def forward(self, x: Tensor) -> Any:
         h = self.a(x)
         scores = self.c(self.act(self.drop(h))) + self.d(h)
-        if self.kind == "dataclass":
-            return Output(scores)
+        if self.kind in OUTPUTS:
+            return OUTPUTS[self.kind](scores)
         masked = torch.tensor([False, False, False, True])
         low = {"1e9": -1e9, "min": torch.finfo(torch.float32).min, "inf": -torch.inf}
         return scores.masked_fill(masked, low[self.kind])
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "1e9", "min", "inf"])
+@pytest.mark.parametrize("kind", [*OUTPUTS, "1e9", "min", "inf"])
 @pytest.mark.parametrize(
     "asked",
     [
