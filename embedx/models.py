@@ -383,6 +383,14 @@ def torchvision(
     )
     if name.startswith("densenet") and chosen.checkpoint is not None:
         chosen = dataclasses.replace(chosen, checkpoint=_renamed_densenet(chosen.checkpoint))
+    if "transform_input" in kwargs and checkpoint is not None:
+        note = (
+            f"{checkpoint} is taken for one that was trained from the published weights of {name}, "
+            "which scale what enters in a way of their own (transform_input=True); if it was "
+            f"trained without, give torchvision.models.{name}(transform_input=False) as a network "
+            "of your own"
+        )
+        chosen = dataclasses.replace(chosen, notes=(*chosen.notes, note))
     return _finish(
         lambda **head: models.get_model(name, weights=None, **kwargs, **head),
         chosen,

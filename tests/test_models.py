@@ -975,3 +975,17 @@ def test_a_checkpoint_that_is_written_while_it_is_read_is_refused(
 
 def linear() -> nn.Module:
     return nn.Linear(4, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_a_checkpoint_of_a_network_that_may_scale_what_enters_says_that_it_does(
+    tmp_path: Path,
+) -> None:
+    from torchvision import models as networks
+
+    network = networks.googlenet(weights=None, init_weights=False, num_classes=5)
+    torch.save(network.state_dict(), tmp_path / "my.pt")
+    model = models.torchvision("googlenet", checkpoint=str(tmp_path / "my.pt"))
+    assert model.module.transform_input
+    assert any("transform_input=True" in note and "my.pt" in note for note in model.notes)
+    assert not models.torchvision("googlenet", weights=None).module.transform_input
