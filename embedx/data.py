@@ -226,7 +226,13 @@ def in_memory(
         elif looked is not None and looked.are_labelled:
             seen = list(looked.labels.values())
             aloud += _require_one_meaning(items, kind)
-            if classes is not None and max(seen) < len(classes):
+            why = "" if classes is None else relabels(items, looked.labels)
+            if why:
+                aloud.append(
+                    f"the labels in the items of {kind} are not told by its classes, for {why}: "
+                    "they are plain numbers; labels= gives others"
+                )
+            elif classes is not None and max(seen) < len(classes):
                 names, numbers = [str(name) for name in classes], list(range(len(classes)))
             if -1 in seen:
                 aloud.append(f"-1 in the items of {kind} is taken for no label")
@@ -506,6 +512,35 @@ def _require_labels_of_items(labels: Sequence[Any], looked: "Looked", kind: str)
                 f"the label of row {row} of {kind} is {told} by its targets and {label} in its "
                 "item; say which are right with labels=, such as labels=[y for _, y in data]"
             )
+
+
+def relabels(items: Any, labels: Mapping[int, int]) -> str:
+    """Why the numbers in the items of a Dataset need not be those of its ``classes``; "" if none.
+
+    Args:
+        items: The Dataset.
+        labels: Some labels as its items have them, by row.
+    """
+    if _is_of_torch(items, "Subset"):
+        return relabels(items.dataset, {int(items.indices[row]): labels[row] for row in labels})
+    if _is_of_torch(items, "ConcatDataset"):
+        start = 0
+        for part in items.datasets:
+            rows = range(start, start + len(part))
+            own = {row - start: label for row, label in labels.items() if row in rows}
+            if why := relabels(part, own):
+                return why
+            start = rows.stop
+        return ""
+    if getattr(items, "target_transform", None) is not None:
+        return "it has a target_transform"
+    for key in ("_labels", "labels"):
+        told: Any = getattr(items, key, None)
+        if isinstance(told, (list, np.ndarray)) and len(told) == len(items):
+            odd = [row for row, label in labels.items() if told[row] != label]
+            if odd:
+                return f"its {key} say {told[odd[0]]} of row {odd[0]} and the item {labels[odd[0]]}"
+    return ""
 
 
 def _label(raw: Any, n_names: int = 0) -> int:

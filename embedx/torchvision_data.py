@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from embedx.checks import unknown_key
-from embedx.data import in_memory, in_order
+from embedx.data import in_memory, in_order, relabels
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -280,6 +280,10 @@ def _source(items: Any, *, name: str, root: str, split: str | None, limit: int |
     elif is_told and pixels is not None and _are_read(items, PixelReader(pixels)):
         source = Source(name, numbered, PixelReader(pixels[:n]), fingerprint="")
     else:
+        told = {} if is_told else dict(_told_labels(items, n))
+        if classes and (why := relabels(items, told)):
+            notes.append(f"{name}: its classes do not tell its labels, for {why}: they are numbers")
+            classes = None
         source = in_memory(
             _First(items, n, classes), labels=[""] * n if is_told else None, ids=numbered
         )
@@ -346,15 +350,26 @@ def _labels(items: Any) -> list[int] | None:
         values = found.tolist() if hasattr(found, "tolist") else list(found)
         try:
             labels = [whole_label(value, n_names=0) for value in values]
-            told = {
-                row: whole_label(item[1], n_names=0)
-                for row, item in _some(items, {0, len(labels) // 2, len(labels) - 1})
-            }
+            told = dict(_told_labels(items, len(labels)))
         except DataError:
             continue
         if all(labels[row] == label for row, label in told.items()):
             return labels
     return None
+
+
+def _told_labels(items: Any, n: int) -> Iterator[tuple[int, int]]:
+    """The labels in some of the first n items, by row.
+
+    Raises:
+        DataError: One is no label.
+    """
+    for row, item in _some(items, _spread(n)):
+        yield row, whole_label(item[1], n_names=0)
+
+
+def _spread(n: int) -> set[int]:
+    return {round(j * (n - 1) / 15) for j in range(16)}
 
 
 def _some(items: Any, rows: Iterable[int]) -> Iterator[tuple[int, Any]]:
@@ -379,7 +394,7 @@ def _passed_over(items: Any, n: int, name: str) -> str:
     Raises:
         DataError: The items are no pairs of a picture and a target.
     """
-    for _, item in _some(items, {round(j * (n - 1) / 15) for j in range(16)}):
+    for _, item in _some(items, _spread(n)):
         is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Image.Image)
         if not is_pair:
             kinds = listed([type(one).__name__ for one in item] if isinstance(item, tuple) else [])

@@ -1394,3 +1394,38 @@ def test_targets_that_are_no_labels_are_passed_over_and_that_is_told(targets: An
     assert any("are not one number or text a sample" in line for line in source.warnings)
     items.targets = [torch.tensor(i % 2) for i in range(4)]
     assert data.in_memory(items).label_names == ["0", "1"]
+
+
+class Relabelled(torch.utils.data.Dataset[Any]):
+    """Names of classes, and other numbers in its items than they are of."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.classes = ["cat", "dog", "owl"]
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.full((3,), float(i)), i % 2
+
+
+@pytest.mark.parametrize(
+    ("attributes", "names"),
+    [
+        ({}, ["cat", "dog", "owl"]),
+        ({"_labels": [0, 1, 0, 1, 0, 1], "target_transform": None}, ["cat", "dog", "owl"]),
+        ({"_labels": [0, 1, 2, 0, 1, 2]}, []),
+        ({"target_transform": abs}, []),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: torch.utils.data.Subset(d, range(6))])
+def test_names_of_classes_are_put_on_no_other_labels(
+    attributes: dict[str, Any], names: list[str], wrap: Any
+) -> None:
+    source = data.in_memory(wrap(Relabelled(**attributes)))
+    assert source.label_names == names
+    assert source.labels_in_items
+    assert any("not told by its classes" in line for line in source.warnings) == (not names)
+    both = data.in_memory(torch.utils.data.ConcatDataset([Relabelled(), Relabelled(**attributes)]))
+    assert both.label_names == names
