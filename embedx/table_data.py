@@ -15,7 +15,7 @@ from embedx.sources import (
     located,
     name_of,
 )
-from embedx.table_files import Table, label_column, read_table, require_column
+from embedx.table_files import Quoting, Table, label_column, read_table, require_column
 
 # Names of columns, in lower case and without what separates words in them.
 PATH_NAMES = frozenset(
@@ -34,6 +34,7 @@ def table(
     id: str | None = None,
     root: str | None = None,
     delimiter: str | None = None,
+    quoting: Quoting | None = None,
     limit: int | None = None,
 ) -> Source:
     """The pictures that a table lists, a row each, in its order.
@@ -55,6 +56,9 @@ def table(
             where not given.
         delimiter: What separates the cells of a text file: ``,`` for ``.csv`` and a tab for
             ``.tsv`` where not given.
+        quoting: ``none`` where quotation marks in a text file are part of its texts, ``rfc4180``
+            where they put tabs and line ends into a cell; refused where it matters and is not
+            given.
         limit: Take the first so many rows.
 
     Raises:
@@ -64,7 +68,7 @@ def table(
     """
     where = Path(path).expanduser()
     limited(0, limit)
-    read = read_table(where, limit=limit, delimiter=delimiter)
+    read = read_table(where, limit=limit, delimiter=delimiter, quoting=quoting)
     by = _path_column(read, column)
     label_by = label_column(read, label, taken=(by, id))
     top = where.parent if root is None else Path(root).expanduser()

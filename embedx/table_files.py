@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from embedx.arrow_files import reading, unpacked_bytes
 from embedx.columns import (
@@ -30,6 +30,7 @@ from embedx.errors import (
     listed,
     missing_extra,
     nearest,
+    number_of,
     short,
 )
 from embedx.matrix import Array
@@ -204,7 +205,16 @@ def only_label(names: Sequence[str], where: str) -> str | None:
     return next(iter(names), None)
 
 
-def read_table(path: Path, *, limit: int | None = None, delimiter: str | None = None) -> Table:
+Quoting = Literal["rfc4180", "none"]
+
+
+def read_table(
+    path: Path,
+    *,
+    limit: int | None = None,
+    delimiter: str | None = None,
+    quoting: Quoting | None = None,
+) -> Table:
     """Read a table whole, or its first rows.
 
     Args:
@@ -212,6 +222,10 @@ def read_table(path: Path, *, limit: int | None = None, delimiter: str | None = 
             ``.parquet`` file.
         limit: How many rows; all where None.
         delimiter: What separates the cells of a text file; by its suffix where None.
+        quoting: Whether quotation marks put line ends and separators into a cell, or stand for
+            themselves. As RFC 4180 has it where None; but a cell between tabs that holds either is
+            then refused, for tab-separated values know no quotation marks, and two of them that
+            belong to two texts would make one of all lines in between.
 
     Raises:
         DataError: Not there, of another kind, damaged, not rectangular, or too large; the message
@@ -228,15 +242,16 @@ def read_table(path: Path, *, limit: int | None = None, delimiter: str | None = 
     if suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
         raise DataError(f"the table {path} is compressed; unpack it, and name what comes out")
     if suffix == ".parquet":
-        if delimiter is not None:
-            raise DataError(f"{path} is a parquet file, which has no delimiter; leave it out")
+        for key, given in (("delimiter", delimiter), ("quoting", quoting)):
+            if given is not None:
+                raise DataError(f"{path} is a parquet file, which has no {key}; leave it out")
         return _read_parquet(path, limit)
     if suffix not in SEPARATORS:
         raise DataError(f"the table {path} is no .csv, .tsv or .parquet file; name one")
     delimiter = "\t" if delimiter == "\\t" else delimiter  # as a shell hands it on
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '\r\n" '):
         raise DataError(f"delimiter {delimiter!r} is not one character; give one, such as ';'")
-    return _read_text(path, limit, delimiter or SEPARATORS[suffix])
+    return _read_text(path, limit, delimiter or SEPARATORS[suffix], quoting)
 
 
 # --------------------------------------------------------------------------- text
@@ -263,14 +278,16 @@ def _lines(file: Any, path: Path) -> Iterator[str]:
             ) from None
 
 
-def _read_text(path: Path, limit: int | None, delimiter: str) -> Table:
+def _read_text(path: Path, limit: int | None, delimiter: str, quoting: Quoting | None) -> Table:
     before = csv.field_size_limit(_LINE_BYTES)  # a text may be longer than a cell of a sheet
     try:
         with path.open("rb") as file:
             lines = _lines(file, path)
-            reader = csv.reader(lines, delimiter=delimiter, strict=True)
+            marks = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
+            reader = csv.reader(lines, delimiter=delimiter, quoting=marks, strict=True)
             try:
-                return _table_of(path, reader, limit, delimiter)
+                is_unclear = quoting is None and delimiter == "\t"
+                return _table_of(path, reader, limit, delimiter, is_unclear=is_unclear)
             except csv.Error as error:
                 why = str(error)
                 if "field larger" in why:
@@ -285,7 +302,9 @@ def _read_text(path: Path, limit: int | None, delimiter: str) -> Table:
         csv.field_size_limit(before)
 
 
-def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Table:
+def _table_of(
+    path: Path, reader: Any, limit: int | None, delimiter: str, *, is_unclear: bool
+) -> Table:
     header: list[str] = next((row for row in reader if row), [])
     if not header:
         raise DataError(f"{path} is empty; its first line must name the columns")
@@ -302,7 +321,18 @@ def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Tab
     rows: list[list[str]] = []
     n_blank = 0
     is_cut = False
+    n_long, first_long, line = 0, 0, reader.line_num
     for row in reader:
+        before, line = line, reader.line_num
+        if line > before + 1 or (is_unclear and any(delimiter in cell for cell in row)):
+            if is_unclear:
+                where = f"line {line}" if line == before + 1 else f"lines {before + 1} to {line}"
+                raise DataError(
+                    f"{where} of {path} hold a cell between quotation marks with a tab or a line "
+                    "end in it; if the marks are part of the texts give data.quoting=none, and if "
+                    "they are meant so data.quoting=rfc4180"
+                )
+            n_long, first_long = n_long + 1, first_long or before + 1
         if not row:
             n_blank += 1
         elif len(row) != len(header):
@@ -326,6 +356,9 @@ def _table_of(path: Path, reader: Any, limit: int | None, delimiter: str) -> Tab
         raise DataError(f"{path} has its {len(header)} columns, and no row; add some")
     columns = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
     notes = [f"{n_blank:,} blank lines"] if n_blank else []
+    if n_long:
+        rows_words = number_of(n_long, "row that goes", "rows that go")
+        notes.append(f"{rows_words} over several lines, the first at line {first_long}")
     n_nameless = header.count("")
     columns.pop("", None)
     if n_nameless:  # as of the index of a data frame

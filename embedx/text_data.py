@@ -13,7 +13,7 @@ from embedx import data, sources
 from embedx.columns import TEXT_BYTES_MOST, kept, minus_one_told, whole_numbers
 from embedx.errors import ConfigError, DataError
 from embedx.sources import Array, Source
-from embedx.table_files import SEPARATORS, label_column, read_table, require_column
+from embedx.table_files import SEPARATORS, Quoting, label_column, read_table, require_column
 
 _LINES = ".txt"
 _TABLES = (*SEPARATORS, ".parquet")
@@ -25,6 +25,7 @@ def text(
     column: str | None = None,
     label: str | None = None,
     id: str | None = None,
+    quoting: Quoting | None = None,
     limit: int | None = None,
 ) -> Source:
     """Texts of a file: each line of a ``.txt`` file, or a column of a table.
@@ -39,6 +40,9 @@ def text(
             ``label``, ``labels``, ``class``, ``target`` or ``targets`` where not given; ``none``
             for none.
         id: The column of unique ids; None for row numbers.
+        quoting: ``none`` where quotation marks in a ``.csv`` or ``.tsv`` are part of its texts,
+            ``rfc4180`` where they put tabs and line ends into a cell; refused where it matters in
+            a ``.tsv`` and is not given.
         limit: Take the first so many.
 
     Raises:
@@ -55,16 +59,21 @@ def text(
         what = "is not a file" if file.exists() else "is not there"
         raise DataError(f"data.path {path} {what}; name one of {kinds}")
     if file.suffix.lower() == _LINES:
-        for key, value in (("column", column), ("label", label), ("id", id)):
+        for key, value in (
+            ("column", column),
+            ("label", label),
+            ("id", id),
+            ("quoting", quoting),
+        ):
             if value is not None:
                 raise ConfigError(
-                    f"data.{key}={value} names a column, and {path} has lines; leave it out, or "
-                    "give a table"
+                    f"data.{key}={value} is for a table, and {path} has lines; leave it out, or "
+                    "give one"
                 )
         return _lines(file, limit=limit)
     if file.suffix.lower() not in _TABLES:
         raise DataError(f"data.path {path} is of no kind that is read; name one of {kinds}")
-    return _table(file, column=column, label=label, id=id, limit=limit)
+    return _table(file, column=column, label=label, id=id, quoting=quoting, limit=limit)
 
 
 # --------------------------------------------------------------------------- lines
@@ -179,10 +188,16 @@ def _hashes(texts: Sequence[Any]) -> tuple[str, Array]:
 
 
 def _table(
-    file: Path, *, column: str | None, label: str | None, id: str | None, limit: int | None
+    file: Path,
+    *,
+    column: str | None,
+    label: str | None,
+    id: str | None,
+    quoting: Quoting | None,
+    limit: int | None,
 ) -> Source:
     sources.limited(1, limit)
-    table = read_table(file, limit=limit)
+    table = read_table(file, limit=limit, quoting=quoting)
     if column is None:
         raise ConfigError(
             f"{file} is a table; say which column holds the texts: data.column= one of "

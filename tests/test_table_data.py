@@ -19,6 +19,7 @@ import embedx
 from embedx import store, table_files, text_data
 from embedx.errors import ConfigError, DataError
 from embedx.table_data import table
+from embedx.table_files import read_table
 
 NAMES = [f"photos/{i}.png" for i in range(6)]
 
@@ -342,3 +343,27 @@ def test_a_path_that_goes_up_out_of_a_link_reads_no_other_file(folder: Path) -> 
     with pytest.raises(DataError, match="goes up .* out of a link"):
         source.read(0)
     assert [np.asarray(source.read(i))[0, 0, 0] for i in (1, 2)] == [10, 200]
+
+
+MARKED = 'id\ttext\n1\t"Hello, she said.\n2\tA plain line\n3\tand so it ended"\n4\t"whole"\n'
+
+
+def test_quotation_marks_between_tabs_swallow_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text(MARKED)
+    with pytest.raises(DataError, match=r"lines 2 to 4 of .*data.quoting=none.*=rfc4180"):
+        read_table(path)
+    plain = read_table(path, quoting="none")
+    wanted = ['"Hello, she said.', "A plain line", 'and so it ended"', '"whole"']
+    assert plain.texts("text") == wanted
+    assert plain.texts("id") == list("1234")
+    asked = read_table(path, quoting="rfc4180")
+    assert asked.texts("text") == ["Hello, she said.\n2\tA plain line\n3\tand so it ended", "whole"]
+    assert any("1 row that goes over several lines, the first at line 2" in s for s in asked.notes)
+    path.write_text('id\ttext\n1\t"a\tb"\n')
+    with pytest.raises(DataError, match=r"line 2 of .*data.quoting"):
+        read_table(path)
+    path.with_suffix(".csv").write_text('id,text\n1,"a\nb"\n2,"c,d"\n')
+    read = read_table(path.with_suffix(".csv"))
+    assert read.texts("text") == ["a\nb", "c,d"]
+    assert any("1 row that goes over several lines, the first at line 2" in s for s in read.notes)
