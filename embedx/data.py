@@ -365,7 +365,7 @@ def _is_of_torch(items: Any, kind: str) -> bool:
     return torch_data is not None and isinstance(items, getattr(torch_data, kind))
 
 
-def in_order(classes: list[Any], items: Any) -> list[Any]:
+def named_by_number(classes: list[Any], items: Any) -> list[Any]:
     """The names of the classes of a Dataset in the order of its numbers.
 
     Args:
@@ -415,7 +415,7 @@ def _classes_of_parts(items: Any) -> list[list[Any] | None]:
     if classes is None and _is_of_torch(items, "ConcatDataset"):
         return [names for part in items.datasets for names in _classes_of_parts(part)]
     is_list = isinstance(classes, (Sequence, np.ndarray)) and not isinstance(classes, str)
-    return [in_order(list(classes), items) if is_list else None]
+    return [named_by_number(list(classes), items) if is_list else None]
 
 
 def _require_one_meaning(items: Any, kind: str) -> list[str]:

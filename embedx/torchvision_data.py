@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from embedx.checks import unknown_key
-from embedx.data import in_memory, in_order, relabels
+from embedx.data import in_memory, named_by_number, relabels
 from embedx.errors import (
     ConfigError,
     DataError,
@@ -332,7 +332,7 @@ def _classes(items: Any) -> list[str] | None:
         found = getattr(items, key, None)
         if isinstance(found, (list, tuple)) and found:
             # ImageNet has several words for a class.
-            names = in_order(list(found), items)
+            names = named_by_number(list(found), items)
             return [", ".join(one) if isinstance(one, tuple) else str(one) for one in names]
     return None
 
