@@ -283,7 +283,7 @@ def _read_text(path: Path, limit: int | None, delimiter: str, quoting: Quoting |
     try:
         with path.open("rb") as file:
             lines = _lines(file, path)
-            marks = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
+            marks: Any = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
             reader = csv.reader(lines, delimiter=delimiter, quoting=marks, strict=True)
             try:
                 is_unclear = quoting is None and delimiter == "\t"
