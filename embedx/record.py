@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -142,6 +143,7 @@ class Recorder:
             if self._rows.mask_takers:
                 self._rows.mask = token_mask(inputs, spellings=self._rows.spellings)
                 self._rows.strangers = strangers_to(self._rows.mask, inputs)
+                self._rows.say_of_masks(inputs)
         self._has_begun = True
 
     @contextlib.contextmanager
@@ -719,14 +721,23 @@ def _require_replaceable(
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What enters a model, by the names of its arguments; what it gets as one dict, by its keys."""
+    """What enters a model, by the names of its arguments, and by those within these: the keys of
+    dicts and the fields of tuples and dataclasses; by numbers what has no name."""
     named: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):  # the model will say what is wrong with them
         named |= inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    for value in args:
+    within: dict[str, Any] = {}
+    for value in (*args, *kwargs.values()):
         if isinstance(value, Mapping):
-            named |= value
-    return named | kwargs
+            within |= value
+        elif isinstance(value, (tuple, list)):
+            fields = getattr(value, "_fields", map(str, range(len(value))))
+            within |= dict(zip(fields, value, strict=True))
+        elif dataclasses.is_dataclass(value):
+            within |= {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    known = {id(value) for value in named.values()}
+    numbered = {str(i): value for i, value in enumerate(args) if id(value) not in known}
+    return numbered | within | named | kwargs
 
 
 def _plain(name: str, values: list[Any]) -> list[Any]:

@@ -60,6 +60,7 @@ class Rows:
         self._tokens = tokens
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._vanished: set[str] = set()
+        self._is_said_of_masks = False
 
     def reduce(self, point: Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
@@ -127,6 +128,24 @@ class Rows:
             for name, chosen in self._poolings.items()
             if chosen.name == "auto" or chosen.takes_mask
         ]
+
+    def say_of_masks(self, inputs: Mapping[str, Any]) -> None:
+        """Say what looks like a mask of padding in the first pass, and is not known as one.
+
+        Args:
+            inputs: What enters the model, by names.
+        """
+        if self._is_said_of_masks:
+            return
+        self._is_said_of_masks = True
+        if self.mask is None and (takers := self.mask_takers) and (name := _like_a_mask(inputs)):
+            log.warning(
+                "%s looks like a mask of padding, and is none of those that are known by their "
+                "names (attention_mask, src_key_padding_mask, key_padding_mask): if it is one, "
+                "padding counts as tokens in the rows of %s",
+                f"argument {name}" if name.isdigit() else name,
+                ", ".join(takers),
+            )
 
     @property
     def other_sizes(self) -> set[int]:
@@ -342,6 +361,20 @@ def tokens_unknown(point: str, strangers: Sequence[str]) -> ShapeError:
     )
 
 
+def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
+    """The name of a tensor ``(n, t)`` of truth values beside another one of as many tokens."""
+    tensors = {name: one for name, one in inputs.items() if isinstance(one, Tensor)}
+    for name, tensor in tensors.items():
+        others = [one.shape[:2] for one in tensors.values() if one is not tensor]
+        if tensor.ndim != 2 or name in _NO_MASKS or tensor.shape not in others:
+            continue
+        if tensor.dtype == torch.bool:
+            return name
+        if not tensor.is_floating_point() and bool(((tensor == 0) | (tensor == 1)).all()):
+            return name
+    return None
+
+
 def _require_one_mask(inputs: Mapping[str, Any]) -> None:
     """Refuse the masks of an encoder and a decoder that differ: a layer may be of either."""
     masks = {name: inputs[name] for name in _MASKS if isinstance(inputs.get(name), Tensor)}
@@ -361,6 +394,7 @@ def _require_one_mask(inputs: Mapping[str, Any]) -> None:
 
 
 _OF_SECOND_SEQUENCES = ("decoder_attention_mask", "tgt_key_padding_mask")
+_NO_MASKS = ("input_ids", "token_type_ids", "labels")
 _OF_OTHER_TOKENS = (
     *_OF_SECOND_SEQUENCES,
     *("encoder_attention_mask", "memory_key_padding_mask"),

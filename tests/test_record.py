@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import os
 import shutil
 import signal
@@ -884,6 +885,55 @@ def test_padding_is_left_out_of_the_average_of_tokens(
     wanted = np.stack([one.mean(0) for one in kept])
     np.testing.assert_allclose(embedx.open(tmp_path).embeddings["embed"], wanted, atol=1e-6)
     assert ("pooling of embed counts padding as tokens" in caplog.text) == (how == "a method")
+
+
+@dataclasses.dataclass
+class Entering:
+    tokens: Tensor
+    attention_mask: Tensor
+
+
+class Takes(nn.Module):
+    """Takes tokens and their mask as somebody has them."""
+
+    def __init__(self, unpack: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.inner = Tokens()
+        self.unpack = unpack
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner(*self.unpack(*args, **kwargs))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["dict by keyword", "dataclass", "tuple", "dict", "positions"])
+def test_a_mask_is_found_where_it_has_its_name_and_said_where_it_has_none(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = torch.arange(48).reshape(8, 6) % 9
+    mask = (torch.arange(6) < torch.tensor([6, 1, 2, 3, 4, 5, 6, 1])[:, None]).long()
+    given = {"tokens": tokens, "attention_mask": mask.clone()}
+    unpack, args, kwargs = {
+        "dict by keyword": (lambda batch: tuple(batch.values()), (), {"batch": given}),
+        "dataclass": (lambda b: (b.tokens, b.attention_mask), (Entering(**given),), {}),
+        "tuple": (lambda batch: batch, (tuple(given.values()),), {}),
+        "dict": (lambda b: (b["x"], b["m"]), ({"x": tokens, "m": given["attention_mask"]},), {}),
+        "positions": (lambda *args: args, tuple(given.values()), {}),
+    }[how]  # type: ignore[attr-defined]
+    model = Takes(unpack).eval()
+    vectors = model.inner.embed.weight.detach()[tokens]
+    with (
+        torch.no_grad(),
+        embedx.record(model, "inner.embed", tmp_path, pooling="mean_token") as recorder,
+    ):
+        model(*args, **kwargs)
+        recorder.batch()
+    kept = mask[..., None] if how in ("dict by keyword", "dataclass") else torch.ones(8, 6, 1)
+    wanted = (vectors * kept).sum(1) / kept.sum(1)
+    rows = embedx.open(tmp_path).embeddings["inner.embed"]
+    np.testing.assert_allclose(rows, wanted, atol=1e-6)
+    said = {"tuple": "1", "dict": "m", "positions": "argument 1"}.get(how)
+    assert ("looks like a mask of padding" in caplog.text) == (said is not None)
+    assert (said or "") in caplog.text
 
 
 def test_an_axis_that_may_be_that_of_the_tokens_in_every_batch_is_said(
