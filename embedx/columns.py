@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embedx.errors import DataError, short
+from embedx.errors import DataError, listed, number_of, short
 from embedx.matrix import Array
 
 Column = Array | list[str]
@@ -19,12 +19,13 @@ Column = Array | list[str]
 TEXT_BYTES_MOST = 1024
 COLUMNS_MOST = 4096
 LABEL_NAMES = ("label", "labels", "class", "target", "targets")
-_WHOLE = re.compile(r"-?(0|[1-9]\d{0,18})", re.ASCII)  # 007 is a name, not a number
+_WHOLE = re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII)  # 007 is a name, not a number
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?|[-+]?inf(inity)?|nan", re.ASCII)
 _BOOLEANS = {"true": True, "True": True, "TRUE": True} | dict.fromkeys(
     ("false", "False", "FALSE"), False
 )
 _DIGITS_KEPT = 15  # by float64, whatever they are
+_SMALLEST = float(np.finfo(np.float64).smallest_normal)
 _EXACT = 2**53  # the largest whole number up to which float64 has them all
 
 
@@ -36,9 +37,10 @@ def from_texts(texts: Sequence[str]) -> Column:
 
     Returns:
         Shape ``(n,)``: int64 where each cell is a whole number; float64 where each is a number or
-        missing, which is NaN, and no digit is lost; bool where each is true or false; else the
-        texts as they are. A number with a leading zero or plus is a text, as codes and postcodes
-        are.
+        missing, which is NaN, no digit is lost, and no two that are written otherwise are one (but
+        2 and 2.0); bool where each is true or false; else the texts as they are. So versions (1.1
+        and 1.10) and hashes (1e5 and 10e4) are texts. A number with a leading zero or plus is a
+        text, as codes and postcodes are.
     """
     present = [text for text in texts if text]
     if not present:
@@ -52,7 +54,7 @@ def from_texts(texts: Sequence[str]) -> Column:
     elif all(text in _BOOLEANS for text in present):
         if len(present) == len(texts):
             return np.array([_BOOLEANS[text] for text in texts], bool)
-    elif all(_is_number(text) for text in present):
+    elif all(_is_number(text) for text in present) and _are_apart(present):
         return np.array([float(text) if text else np.nan for text in texts], np.float64)
     return list(texts)
 
@@ -61,13 +63,24 @@ def _fits(numbers: Sequence[int]) -> bool:
     return min(numbers) >= -(2**63) and max(numbers) < 2**63
 
 
+def _are_apart(texts: Sequence[str]) -> bool:
+    """Whether numbers that are written otherwise are others, but for zeros behind a point."""
+    written = {re.sub(r"\.0*$", "", text) for text in set(texts)}
+    # As text, for -0.0 is written otherwise than 0.0 and equals it; others than finite are words.
+    finite = [text for text in written if text.strip("-")[:1] not in ("i", "I", "n", "N")]
+    return len({repr(float(text or "0")) for text in finite}) == len(finite)
+
+
 def _is_number(text: str) -> bool:
     """Whether a text is a number that float64 holds as exactly as it is written."""
-    if not _NUMBER.fullmatch(text.lower()) or not any(c.isdigit() or c in "fn" for c in text):
+    if not _NUMBER.fullmatch(text.lower()) or not re.search(r"[\dfFnN]", text):
         return False
     if len(re.sub(r"[eE].*|[-.]", "", text).strip("0")) > _DIGITS_KEPT:
         return decimal.Decimal(text) == decimal.Decimal(repr(float(text)))
-    return abs(float(text)) != np.inf or "inf" in text.lower()
+    value = abs(float(text))
+    if value < _SMALLEST:  # below it float64 drops digits, and in the end all
+        return not re.search("[1-9]", re.sub(r"[eE].*", "", text))
+    return value != np.inf or "inf" in text.lower()
 
 
 def from_values(values: Sequence[Any]) -> Column | None:
@@ -324,6 +337,41 @@ def minus_one_told(label_names: Sequence[str], where: str) -> tuple[str, ...]:
     if "-1" not in label_names or not _are_whole(label_names):
         return ()
     return (f"-1 among the labels of {where} is a class of that name",)
+
+
+def told_apart(
+    names: Sequence[str], numbers: Sequence[int] | None = None
+) -> tuple[list[str], list[str]]:
+    """Names of classes of which each is one class, and what is to be said of those that were not.
+
+    Two classes of one name, as the crane that flies and the one that lifts in ImageNet, would be
+    one wherever names are shown, counted or coloured; one of no name would be no label.
+
+    Args:
+        names: Of n classes.
+        numbers: The number of each; its place where None.
+
+    Returns:
+        The names, with the number behind those that come twice or are empty.
+    """
+    counts = Counter(names)
+    if len(counts) == len(names) and "" not in counts:
+        return list(names), []
+    own = {name for name, n in counts.items() if n == 1 and name}
+    taken, apart = set(own), []
+    for name, number in zip(names, range(len(names)) if numbers is None else numbers, strict=True):
+        new = name if name in own else f"{name} ({number})".strip()
+        while new in taken and name not in own:
+            new += f" ({number})"
+        taken.add(new)
+        apart.append(new)
+    told = []
+    for name, n in counts.items():
+        if n > 1 or not name:
+            others = [new for one, new in zip(names, apart, strict=True) if one == name]
+            what = f"are called {short(repr(name))}" if name else "without a name"
+            told.append(f"{number_of(n, 'class', 'classes')} {what}: named {listed(others)} here")
+    return apart, told
 
 
 def unique_names(names: Sequence[str]) -> tuple[list[str], int]:

@@ -26,6 +26,7 @@ from embedx.columns import (
     minus_one_told,
     require_ids,
     require_labels,
+    told_apart,
 )
 from embedx.errors import (
     ConfigError,
@@ -580,7 +581,7 @@ def _metadata(
 
     Returns:
         The columns; what has no place in one; which texts were cut; which numbers of classes have
-        no name.
+        no name, or none of their own.
     """
     columns: dict[str, Any] = {}
     passed_over, cut, nameless = [], [], []
@@ -603,6 +604,8 @@ def _metadata(
         if _is_texts(kind):
             column = table.rows.texts(name)
         elif names := table.class_names(name):
+            names, told = told_apart(names)
+            nameless += [f"{name}: {line}" for line in told]
             numbers = table.values(name, "column")
             bad = [row for row, i in enumerate(numbers) if _is_outside(i, len(names))]
             if bad:

@@ -24,8 +24,10 @@ from embedx.columns import (
     kept,
     minus_one_told,
     plain_name,
+    require_labels,
     spelled_label,
     storable,
+    told_apart,
 )
 from embedx.disk import waiting_lock
 from embedx.errors import DataError, StoreError, listed
@@ -338,7 +340,7 @@ def _of_file(path: Path) -> _Vectors:
         [key for key, one in arrays.items() if one.shape == (n,) and is_label_key(key)],
         are_named="label_names" in arrays,
     )
-    ids, labels, metadata, notes = _beside(path, arrays, n, by_label=by_label)
+    ids, labels, metadata, notes, told = _beside(path, arrays, n, by_label=by_label)
     notes += [f"passed over: {name} {why}" for name, why in refused.items()]
     if _stored(chosen.dtype) != chosen.dtype:
         notes.append(f"{path}: numbers of {chosen.dtype} are kept as float32")
@@ -354,7 +356,7 @@ def _of_file(path: Path) -> _Vectors:
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),
-        warnings=(*aloud, *minus_one_told(labels[1] if labels else (), str(path))),
+        warnings=(*aloud, *told, *minus_one_told(labels[1] if labels else (), str(path))),
     )
 
 
@@ -381,12 +383,16 @@ def _labelling(
 
 def _beside(
     path: Path, arrays: dict[str, ArrayFile], n: int, *, by_label: str | None
-) -> tuple[list[str] | None, tuple[Array, list[str]] | None, dict[str, Any], list[str]]:
-    """What stands in a ``.npz`` beside the rows: ids, labels, metadata, and what is to be said."""
+) -> tuple[list[str] | None, tuple[Array, list[str]] | None, dict[str, Any], list[str], list[str]]:
+    """What stands in a ``.npz`` beside the rows: ids, labels, metadata.
+
+    Returns:
+        These, what was found and passed over, and what is to be said aloud.
+    """
     ids: list[str] | None = None
     labels: tuple[Array, list[str]] | None = None
     metadata: dict[str, Any] = {}
-    passed_over, notes = [], []
+    passed_over, notes, aloud = [], [], []
     for key, one in arrays.items():
         if key == "label_names" or len(one.shape) == 2:
             continue
@@ -396,29 +402,40 @@ def _beside(
         values = one.as_list()
         if key == by_label:
             names = arrays.get("label_names")
-            labels = _named_labels(values, names.as_list() if names else None)
+            texts = None if names is None else list(map(str, names.as_list()))
+            labels, told = _named_labels(values, texts, f"{key} of {path}")
+            aloud += told
             notes.append(f"{path}: labels by {key}, {len(labels[1])} classes")
-        elif key in _ID_KEYS and are_ids(texts := list(map(str, values))):
-            ids = texts
+        elif key in _ID_KEYS and ids is None and are_ids(own := list(map(str, values))):
+            ids = own
             notes.append(f"{path}: ids by {key}")
         else:
             column = one[:] if one.dtype.kind in "biuf" else values
-            metadata[key.removeprefix("metadata/")], said = kept(column, key)
+            name = key.removeprefix("metadata/")
+            while name in metadata:
+                name += "_"
+            if name != key.removeprefix("metadata/"):
+                notes.append(f"{path}: {key} is the column {name}, for another one has its name")
+            metadata[name], said = kept(column, key)
             notes += said
     if metadata:
         notes.append(f"columns kept: {listed(metadata)}")
     if passed_over:
         notes.append(f"passed over, for they have not {n:,} values: {listed(passed_over)}")
-    return ids, labels, metadata, notes
+    return ids, labels, metadata, notes, aloud
 
 
-def _named_labels(values: list[Any], names: list[Any] | None) -> tuple[Array, list[str]]:
-    """Labels by their names where there are some, else each by itself."""
+def _named_labels(
+    values: list[Any], names: list[str] | None, where: str
+) -> tuple[tuple[Array, list[str]], list[str]]:
+    """Labels by their names where there are some, else each by itself, and what is to be said."""
     are_whole = all(isinstance(value, int) for value in values)
     if names and are_whole and min(values) >= -1 and max(values) < len(names):
-        return np.array(values, np.int32), [storable(str(name)) for name in names]
+        apart, told = told_apart([storable(name) for name in names])
+        return (np.array(values, np.int32), apart), told
     texts = [spelled_label(value) for value in values]
-    return indexed([storable(text) for text in texts])
+    require_labels(texts, where)
+    return indexed(texts), []
 
 
 # --------------------------------------------------------------------------- parquet

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from embedx import hooks, store
 from embedx.checks import checked, require_exact, require_unmasked
+from embedx.columns import told_apart
 from embedx.disk import require_idle, writing_lock
 from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
 from embedx.parts import append_parts
@@ -524,7 +525,7 @@ def record(
             itself is called with.
         normalize: Scale each row to length 1 (L2).
         dtype: Of the stored numbers.
-        label_names: Names that the labels count through.
+        label_names: Names that the labels count through; two that are one get their numbers.
         id_bytes: Longest id, in bytes of UTF-8.
         overwrite: Replace what lies in ``out``: what was not finished with the first batch, a
             whole file when the new one is whole.
@@ -540,6 +541,9 @@ def record(
     """
     if not 1 <= id_bytes <= store.ID_BYTES_MAX:
         raise ConfigError(f"id_bytes must be 1 to {store.ID_BYTES_MAX}, not {id_bytes}")
+    names, told = told_apart(label_names)
+    for line in told:
+        log.warning("%s", line)
     resolved = resolve_points(model, points)
     poolings = per_point(pooling, n_points=len(resolved))
     path = Path(out).absolute() / store.EMBEDDINGS_NAME  # the loop may go to another folder
@@ -558,7 +562,7 @@ def record(
             "source": f"{type(model).__module__}.{type(model).__qualname__}",
             "data": "a loop",
         },
-        label_names=label_names,
+        label_names=names,
         overwrite=overwrite,
     )
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from embedx.checks import require_exact, require_unmasked
+from embedx.columns import told_apart
 from embedx.errors import ConfigError, DataError, number_of
 from embedx.pictures import decode_file
 
@@ -42,7 +43,8 @@ class Source:
         item_hashes: Shape ``(n,)`` uint64, the same for each item by itself, to name those that
             changed; None where that would cost a pass.
         labels: Shape ``(n,)`` int32 indices into ``label_names``, -1 for none; None without labels.
-        label_names: Names of the labels; empty where each of ``labels_in_items`` is its own name.
+        label_names: Names of the labels, told apart by their numbers where one comes twice, which
+            is put among the warnings; empty where each of ``labels_in_items`` is its own name.
         label_numbers: The number that each name has in the data, where its labels are numbers,
             among all its classes, also those that do not occur; None where they are texts.
         labels_in_items: Whether ``read`` gives the labels, int32, -1 for none.
@@ -97,6 +99,10 @@ class Source:
                     f"the labels of {self.name} hold {odd}, and there are {n_names} label_names; "
                     "give indices into these, -1 for none"
                 )
+        names, told = told_apart(self.label_names, self.label_numbers)
+        if told:
+            object.__setattr__(self, "label_names", names)
+            object.__setattr__(self, "warnings", (*self.warnings, *told))
         for name, column in self.metadata.items():
             _check_name(name, self.name)
             _check_column(f"the column {name!r} of {self.name}", column, n=len(self))

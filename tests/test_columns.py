@@ -24,6 +24,14 @@ from embedx import columns
         (["007", "8"], "", ["007", "8"]),
         (["9007199254740993", ""], "", ["9007199254740993", ""]),
         (["a", "1"], "", ["a", "1"]),
+        (["1.1", "1.10"], "", ["1.1", "1.10"]),  # versions
+        (["1e5", "100000"], "", ["1e5", "100000"]),  # hashes
+        (["7e10", "70e9"], "", ["7e10", "70e9"]),
+        (["1e-400", "1"], "", ["1e-400", "1"]),
+        (["1.2345678e-320", "1"], "", ["1.2345678e-320", "1"]),
+        (["0", "0.0", "2.", "2.00"], "f", [0, 0, 2, 2]),
+        (["0e9", "1.5", "1.5"], "f", [0, 1.5, 1.5]),
+        (["nan", "NaN", "inf", "Infinity"], "f", [np.nan, np.nan, np.inf, np.inf]),
         (["", ""], "", ["", ""]),
     ],
 )
@@ -33,6 +41,12 @@ def test_cells_become_the_narrowest_type_that_says_the_same(
     column = columns.from_texts(texts)
     assert (column.dtype.kind if isinstance(column, np.ndarray) else "") == kind
     np.testing.assert_array_equal(column, values)
+
+
+def test_minus_zero_is_not_zero() -> None:
+    assert list(map(str, np.asarray(columns.from_texts(["-0", "0", "5"])).tolist())) == [
+        *("-0.0", "0.0", "5.0")
+    ]
 
 
 @given(st.lists(st.sampled_from(["a", "b", "a#2", "a#3", "b#2", ""]), max_size=12))
@@ -106,3 +120,19 @@ def test_texts_that_would_be_one_number_are_no_numbers() -> None:
     assert columns.whole_numbers(["001", "01", "1", "10"]) is None
     assert columns.whole_numbers(["-0", "0"]) is None
     assert columns.indexed(["1", "10", "01", "2"])[1] == ["01", "1", "2", "10"]
+
+
+@given(st.lists(st.sampled_from(["a", "b", "a (0)", "", "(1)"]), max_size=6))
+def test_classes_are_told_apart_and_those_whose_name_is_their_own_keep_it(names: list[str]) -> None:
+    apart, told = columns.told_apart(names)
+    assert len(set(apart)) == len(names)
+    assert "" not in apart
+    for name, made in zip(names, apart, strict=True):
+        assert name == made or names.count(name) > 1 or not name
+    assert bool(told) == (apart != names)
+
+
+def test_a_class_whose_name_comes_twice_gets_its_number() -> None:
+    apart, told = columns.told_apart(["crane", "hen", "crane"], [134, 8, 517])
+    assert apart == ["crane (134)", "hen", "crane (517)"]
+    assert told == ["2 classes are called 'crane': named crane (134), crane (517) here"]

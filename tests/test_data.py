@@ -1,5 +1,6 @@
 """Sources of samples: pictures of every kind, folders of every kind, objects in memory."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -1429,3 +1430,16 @@ def test_names_of_classes_are_put_on_no_other_labels(
     assert any("not told by its classes" in line for line in source.warnings) == (not names)
     both = data.in_memory(torch.utils.data.ConcatDataset([Relabelled(), Relabelled(**attributes)]))
     assert both.label_names == names
+
+
+def test_two_classes_of_one_name_are_two_in_every_source() -> None:
+    targets = [0, 1, 2, 0]
+    items = [torch.zeros(2)] * 4
+    named = _Dataset(items, targets=targets, classes=["crane", "hen", "crane", "crane"])
+    in_items = _Dataset([(x, i) for x, i in zip(items, targets, strict=True)])
+    in_items.classes = named.classes
+    for source, n in ((data.in_memory(named), 2), (data.in_memory(in_items), 3)):
+        assert list(source.label_names)[:3] == ["crane (0)", "hen", "crane (2)"]
+        assert f"{n} classes are called 'crane': named crane (0), crane (2)" in source.warnings[0]
+        again = dataclasses.replace(source, name="x")
+        assert (again.label_names, again.warnings) == (source.label_names, source.warnings)

@@ -490,3 +490,18 @@ def test_texts_that_are_kept_as_a_dictionary_are_items_too(suffix: str, tmp_path
     assert source.metadata["text"] == ["ja", "nein", "", "ja"]
     assert huggingface(write("caption", "breed")).read(0) == "a"
     assert huggingface(write("caption", "breed"), column="breed").read(1) == "y"
+
+
+def test_two_classes_of_one_name_are_two_as_labels_and_as_metadata(tmp_path: Path) -> None:
+    table = noted([0, 1, 2], ["crane", "hen", "crane"])
+    table = table.append_column("kind", table.column("label"))
+    features = {
+        name: {"names": ["crane", "hen", "crane"], "_type": "ClassLabel"}
+        for name in ("label", "kind")
+    }
+    note = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(table.replace_schema_metadata(note), tmp_path / "a.parquet")
+    source = huggingface(str(tmp_path), label="label")
+    assert list(source.label_names) == ["crane (0)", "hen", "crane (2)"]
+    assert source.metadata["kind"] == ["crane (0)", "hen", "crane (2)"]
+    assert len(source.warnings) == 2

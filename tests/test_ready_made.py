@@ -282,3 +282,31 @@ def test_of_several_labels_those_that_have_names_are_taken_and_it_is_told(
     assert run.label_texts() == [str(i) for i in coarse]
     np.testing.assert_array_equal(run.metadata["label"], fine)
     assert "y.parquet has class, label: the labels are class, and what is left" in caplog.text
+
+
+def test_no_column_beside_the_rows_takes_the_place_of_another(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "embedx")
+    age, years = np.arange(60), np.arange(60) * 10
+    one, two = ([f"{word}{i}" for i in range(60)] for word in "ab")
+    np.savez("x.npz", x=ROWS, **{"metadata/age": age, "age": years}, id=one, ids=two)
+    run = opened("x.npz")
+    np.testing.assert_array_equal(run.metadata["age"], age)
+    np.testing.assert_array_equal(run.metadata["age_"], years)
+    assert (run.ids, run.metadata["ids"]) == (one, two)
+    assert "x.npz: age is the column age_, for another one has its name" in caplog.messages
+
+
+def test_labels_that_a_file_has_no_room_for_are_refused(here: Path) -> None:
+    np.savez("x.npz", x=ROWS, labels=["x" * 1100 + "ab"[i % 2] for i in range(60)])
+    with pytest.raises(DataError, match=r"a label in labels of x.npz, .* more than 1,024 bytes"):
+        opened("x.npz")
+
+
+def test_two_classes_of_one_name_are_two_and_that_is_told(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.savez("x.npz", x=ROWS, labels=np.arange(60) % 3, label_names=["crane", "hen", "crane"])
+    assert opened("x.npz").label_names == ["crane (0)", "hen", "crane (2)"]
+    assert "2 classes are called 'crane': named crane (0), crane (2) here" in caplog.messages

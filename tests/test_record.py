@@ -1171,3 +1171,12 @@ def test_an_extraction_that_was_to_overwrite_begins_anew_and_goes_on_where_it_is
         assert 0 < sum(appended) < N
     assert (tmp_path / "embeddings.h5").read_bytes() == whole
     assert not store.partial_path(tmp_path / "embeddings.h5").exists()
+
+
+def test_two_classes_of_one_name_in_a_loop_are_two(tmp_path: Path) -> None:
+    model = network()
+    names = ["crane", "hen", "crane"]
+    with torch.no_grad(), embedx.record(model, "0", tmp_path, label_names=names) as recorder:
+        model(X[:3])
+        recorder.batch(labels=[0, 1, 2])
+    assert embedx.open(tmp_path).label_texts() == ["crane (0)", "hen", "crane (2)"]
