@@ -1,7 +1,10 @@
 """What two files have in common: the space of their rows, samples, how a map lies on another."""
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -63,6 +66,64 @@ def shared_rows(ours: Sequence[str], theirs: Sequence[str]) -> tuple[Array, Arra
     at = np.array([row_of.get(sample_id, -1) for sample_id in ours], np.int64)
     found = np.flatnonzero(at >= 0)
     return found, at[found]
+
+
+class Samples(Protocol):
+    """What is asked of a file to tell of which samples it is: see ``embedx.store.Embeddings``."""
+
+    path: Path
+
+    @property
+    def ids(self) -> Sequence[str]: ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
+    def label_texts(self) -> list[str] | None: ...
+
+
+def doubt_of_pairs(ours: Samples, theirs: Samples) -> str:
+    """Why rows of two files that have the same id may be of other samples, in a line.
+
+    The number of a row tells a sample only among the same data.
+
+    Returns:
+        Empty where ids are more than numbers, the data are the same, or all labels are, unless
+        these stand sorted.
+    """
+    if not (_are_numbers(ours.ids) and _are_numbers(theirs.ids)):
+        return ""
+    mine, its = (one.identity.get("items") for one in (ours, theirs))
+    if mine is not None and mine == its:
+        return ""
+    why = "whether these are the same samples cannot be told"
+    if mine is not None and its is not None:
+        why = "their data are not the same"
+    labels, others = ours.label_texts(), theirs.label_texts()
+    if labels is not None and others is not None:
+        rows = zip(*shared_rows(ours.ids, theirs.ids), strict=True)
+        pairs = [(labels[i], others[j]) for i, j in rows if labels[i] and others[j]]
+        n_differ = sum(label != other for label, other in pairs)
+        if n_differ:
+            why = f"{n_differ:,} of the {len(pairs):,} labels differ"
+        n_changes = sum(one != other for one, other in itertools.pairwise(pairs))
+        if not n_differ and n_changes > len(set(pairs)) > 1:  # sorted ones are alike in any data
+            return ""
+    return (
+        f"rows of {ours.path} and {theirs.path} are paired by their numbers, and {why}: what is "
+        "made of such pairs says something only of the same samples in the same order"
+    )
+
+
+def _are_numbers(ids: Sequence[str]) -> bool:
+    """Whether ids are numbers of rows, all with the same text before them or none."""
+    if not len(ids) or not (match := re.fullmatch(r"(.*?)(\d+)", ids[0], re.ASCII | re.DOTALL)):
+        return False
+    start, first = len(match[1]), int(match[2])
+    return all(
+        one[:start] == match[1] and one[start:].isdecimal() and int(one[start:]) == first + row
+        for row, one in enumerate(ids)
+    )
 
 
 def places_in(ids: Sequence[str], coords: Array, theirs: Sequence[str]) -> Array:

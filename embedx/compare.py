@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embedx import figures, ready_made, store
-from embedx.align import places_in, procrustes, shared_rows
+from embedx.align import doubt_of_pairs, places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
 from embedx.configs import literal, read_settings
 from embedx.disk import replace_file
@@ -124,6 +124,9 @@ def compare(
     for run, name in zip(opened, names, strict=True):
         if str(run.attrs.get("weights", "")).startswith("random"):
             log.warning("%s has RANDOM weights", name)
+    for run in opened[1:]:
+        if doubt := doubt_of_pairs(opened[0], run):
+            log.warning("%s", doubt)
     stored = [_stored_scores(run) for run in opened]
     embedded = [
         _embeddings_row(run, name, title if title != name else "", point, known)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embedx import ready_made, store
-from embedx.align import shared_rows
+from embedx.align import doubt_of_pairs, shared_rows
 from embedx.checks import checked
 from embedx.disk import replace_file
 from embedx.errors import DataError, number_of, short
@@ -201,6 +201,8 @@ def _shared_rows(opened: Embeddings, other: Embeddings, where: str) -> tuple[Arr
             f"against={where} has {len(ours)} ids in common with {opened.path}, and CKA needs the "
             "same samples, 2 or more; name a run over the same data"
         )
+    if doubt := doubt_of_pairs(opened, other):
+        log.warning("%s", doubt)
     return ours, theirs
 
 

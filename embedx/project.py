@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from embedx import ready_made, store
-from embedx.align import places_in, procrustes, space_of, untold
+from embedx.align import doubt_of_pairs, places_in, procrustes, space_of, untold
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
 from embedx.disk import writing_lock
@@ -692,6 +692,11 @@ def _shared(target: Projection, opened: Embeddings, at: Array) -> Array:
             f"align_to={target.path} has {n_shared} samples in common with these embeddings, and "
             f"{coords.shape[1] + 1} are needed; choose a map of the same data"
         )
+    for folder in (target.path.parent.parent, target.path.parent):
+        with contextlib.suppress(StoreError):  # the embeddings of that map may be elsewhere
+            parent = store.open(folder)
+            if parent.is_parent_of(target.attrs) and (doubt := doubt_of_pairs(opened, parent)):
+                log.warning("%s", doubt)
     return coords
 
 

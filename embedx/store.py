@@ -27,6 +27,7 @@ import struct
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
@@ -1071,7 +1072,8 @@ def create(
     if ids is not None:
         columns["ids"] = encode_texts(ids, what="the id")
         if not _are_unique(columns["ids"]):
-            raise StoreError("two ids are the same; make every id unique")
+            twice = Counter(columns["ids"].tolist()).most_common(1)[0][0].decode()
+            raise StoreError(f"two ids are written {twice[:60]!r}; make every id unique")
         n_rows = len(ids)
     assert n_rows is not None
     given = {"item_hashes": item_hashes, "labels": labels, **(metadata or {})}

@@ -479,3 +479,55 @@ def test_a_sample_that_comes_several_times_in_an_epoch_is_left_out_aloud(
     assert row["cka_epochs"]["rows"] == 20 - len({"s03", again})
     assert row["cka_epochs"]["matrix"][0][1] == pytest.approx(1.0)
     assert "that an epoch has more than once, as 's03'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("mine", "its", "said"),
+    [
+        ({}, {}, ""),
+        ({"items": "other"}, {}, ""),  # resized, say
+        (
+            {"items": "other", "labels": ["a", "b"] * 20},
+            {"labels": ["b", "a"] * 20},
+            "labels differ",
+        ),
+        ({"items": "other", "labels": None}, {}, "their data are not the same"),
+        ({"items": "other", "labels": None}, {"items": "other", "labels": None}, ""),
+        ({"labels": None}, {"items": None}, "cannot be told"),
+        (
+            {"items": "other", "labels": ["a"] * 20 + ["b"] * 20},
+            {"labels": ["a"] * 20 + ["b"] * 20},
+            "their data are not the same",
+        ),
+        ({"items": "other", "labels": None, "ids": [f"{i}.png" for i in range(40)]}, {}, ""),
+    ],
+)
+def test_rows_that_are_paired_by_number_are_said_to_be_where_the_data_may_be_others(
+    mine: dict[str, Any],
+    its: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def made(folder: str, *, items: Any = "one", labels: Any = ..., ids: Any = None) -> Path:
+        return embeddings_file(
+            tmp_path / folder,
+            np.random.default_rng(len(folder)).normal(size=(40, 3)),
+            ids=ids or [str(i) for i in range(40)],
+            labels=["a", "b"] * 20 if labels is ... else labels,
+            id=folder,
+            identity=json.dumps({"items": items} if items else {}),
+        )
+
+    ours, theirs = made("ours", **mine), made("theirs", **({"ids": mine.get("ids")} | its))
+    maps = project(theirs, method="pca")
+    for stage in (
+        lambda: evaluate(ours, against=[theirs]),
+        lambda: embedx.compare([ours, theirs], out=tmp_path / "compared"),
+        lambda: project(ours, method="pca", align_to=maps.path),
+    ):
+        caplog.clear()
+        stage()
+        told = [line for line in caplog.messages if "are paired by their numbers" in line]
+        assert len(told) == bool(said)
+        assert said in "".join(told)
