@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from embedx import store
-from embedx.store import Field
+from embedx import derived, store
+from embedx.layout import Field
 
 N_FEATURES, SIDE_PX, BATCH = 512, 64, 2048
 
@@ -91,7 +91,7 @@ def embeddings(folder: Path, n: int) -> Path:
         }
         writer.append(rows, status=np.ones(size, np.uint8))
     path = writer.finish()
-    store.write_projection(
+    derived.write_projection(
         folder / "projections" / "umap-1.h5",
         coords=rng.normal(size=(n, 2)),
         ids=ids,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from embedx import store
-from embedx.store import Field
+from embedx import derived, store
+from embedx.layout import Field
 
 N_FEATURES = 512
 SETTINGS = [(k, d) for k in (5, 15, 50) for d in (0.0, 0.3)]
@@ -185,7 +185,7 @@ def sweep(folder: Path, *, n: int) -> None:
     lower = []
     maps = {
         (p.attrs["n_neighbors"], round(float(p.attrs["min_dist"]), 3)): p
-        for p in store.projections_of(store.open(run))
+        for p in derived.projections_of(store.open(run))
     }
     for n_neighbors, min_dist in SETTINGS:
         theirs += timed(

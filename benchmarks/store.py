@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from embedx import store
-from embedx.store import Field
+from embedx.layout import Field
 
 N_ROWS, N_FEATURES, BATCH = 200_000, 512, 64
 

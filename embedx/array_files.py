@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from embedx import store
+from embedx import layout
 from embedx.columns import is_label_name
 from embedx.errors import DataError, StoreError, first_line, short
 from embedx.matrix import Array
@@ -155,7 +155,7 @@ def arrays_in(path: Path) -> tuple[dict[str, ArrayFile], dict[str, str]]:
         raise DataError(f"{path} is no file of arrays; name one: {' '.join(SUFFIXES)}")
     arrays: dict[str, ArrayFile] = {}
     refused: dict[str, str] = {}
-    for key, foreign in store.foreign_arrays(path).items():
+    for key, foreign in layout.foreign_arrays(path).items():
         why = foreign.refused or _refusal(foreign.shape, foreign.dtype)
         if why:
             refused[key] = why
@@ -180,7 +180,7 @@ def _npz(path: Path) -> tuple[dict[str, ArrayFile], dict[str, str]]:
             if info.compress_type not in kinds or info.flag_bits & 1:
                 refused[key] = "is encrypted, or compressed in a way that NumPy does not write"
                 continue
-            if info.file_size > max(info.compress_size, 2**16) * store.DEFLATE_MOST:
+            if info.file_size > max(info.compress_size, 2**16) * layout.DEFLATE_MOST:
                 refused[key] = f"declares {info.file_size:,} bytes in {info.compress_size:,}"
                 continue
             base: int | None = None
@@ -421,7 +421,7 @@ class _Inflated(_Streamed):
 
 
 class _Chunked(_Streamed):
-    def __init__(self, foreign: store.ForeignArray) -> None:
+    def __init__(self, foreign: layout.ForeignArray) -> None:
         super().__init__(foreign.shape, foreign.dtype)
         self._foreign = foreign
 

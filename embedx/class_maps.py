@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedx import figures, hooks, overlays, saliency, store
+from embedx import derived, figures, hooks, overlays, saliency
 from embedx.errors import (
     ConfigError,
     ShapeError,
@@ -27,9 +27,10 @@ from embedx.explainer import (
     say_failed,
     shown_samples,
 )
+from embedx.layout import Status
+from embedx.matrix import Array
 from embedx.objectives import class_of_label, numbered
 from embedx.points import parse_point
-from embedx.store import Array, Status
 
 log = logging.getLogger("embedx")
 
@@ -155,8 +156,8 @@ def write_maps(plan: Plan, parts: Iterable[Part], folder: Path, attrs: Mapping[s
     status = np.full(m, Status.OK, np.uint8)
     status[list(reasons)] = Status.FAILED
     elsewhere = facts.pop("made_by", {})
-    store.write_maps(
-        folder / store.MAPS_NAME,
+    derived.write_maps(
+        folder / derived.MAPS_NAME,
         method=plan.method,
         maps=maps,
         ids=[plan.source.ids[row] for row in plan.rows],

@@ -51,9 +51,10 @@ from embedx.errors import (
 )
 
 if TYPE_CHECKING:
+    from embedx.derived import Projection
     from embedx.explain import Explanation
     from embedx.parts import Engine, Feed
-    from embedx.store import Embeddings, Projection
+    from embedx.store import Embeddings
 
 log = logging.getLogger("embedx")
 
@@ -1273,7 +1274,7 @@ def info(*, path: str, verify: bool) -> None:
     Raises:
         StoreError: It is not a file of embedx, or rows do not match their checksum.
     """
-    from embedx.store import describe
+    from embedx.derived import describe
 
     about = describe(path, verify=verify)
     path = about["file"]
@@ -1296,13 +1297,13 @@ def _again(path: Path, attrs: Mapping[str, Any]) -> str:
 
     A file may hold anything: what comes out of it into a command is quoted, word by word.
     """
-    from embedx import store
+    from embedx import layout
     from embedx.ready_made import MODEL
 
-    is_projection = attrs.get("format") == store.PROJECTION_FORMAT
+    is_projection = attrs.get("format") == layout.PROJECTION_FORMAT
     if not is_projection and attrs.get("model") == MODEL:
         return "copied of embeddings that were made elsewhere"
-    stage = "explain" if attrs.get("format") == store.MAPS_FORMAT else "extract"
+    stage = "explain" if attrs.get("format") == layout.MAPS_FORMAT else "extract"
     try:
         words = _project_again(path, attrs) if is_projection else _made_again(stage, path, attrs)
     except (ConfigError, RecursionError):
@@ -1367,11 +1368,11 @@ def _recorded(path: Path, attrs: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _projection_by_id(folder: Path, file_id: Any) -> Path | None:
     """The projection of a run beside ``folder``'s, or in it, that has this id."""
-    from embedx import store
+    from embedx import derived
 
     for path in [*sorted(folder.glob("*.h5")), *sorted(folder.glob("../../*/projections/*.h5"))]:
         with contextlib.suppress(StoreError):
-            if store.open_projection(path).attrs.get("id") == file_id:
+            if derived.open_projection(path).attrs.get("id") == file_id:
                 return Path(os.path.normpath(path))
     return None
 

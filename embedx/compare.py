@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embedx import figures, ready_made, store
+from embedx import derived, figures, ready_made, store
 from embedx.align import doubt_of_pairs, places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
 from embedx.configs import literal, read_settings
+from embedx.derived import Projection
 from embedx.disk import replace_file
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest
 from embedx.figures import as_labels, column_of, title_of
-from embedx.matrix import Matrix
+from embedx.matrix import Array, Matrix
 from embedx.methods import METHODS
 from embedx.panels import Panel, panels
 from embedx.scores import (
@@ -30,7 +31,7 @@ from embedx.scores import (
     knn_accuracy,
     n_measured,
 )
-from embedx.store import Array, Embeddings, Projection
+from embedx.store import Embeddings
 from embedx.tables import EMBEDDINGS_HEADS, MAP_HEADS, aligned, as_csv, figure, matrix, yardsticks
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def compare(
     folder = Path(out)
     document = json.dumps({"ranked_by": ranked_by, "table": table, "cka": cka}, indent=2) + "\n"
     for name, mark in (("csv", as_csv([], _COLUMNS)), ("json", b'"ranked_by"')):
-        store.require_ours(folder / f"compare.{name}", mark.rstrip())
+        derived.require_ours(folder / f"compare.{name}", mark.rstrip())
     paths = [
         replace_file(folder / "compare.csv", as_csv(table, _COLUMNS)),
         replace_file(folder / "compare.json", document.encode()),
@@ -227,12 +228,12 @@ def _maps(
     """Each map with the number of its run: those chosen of all runs that have them."""
     maps: list[tuple[int, Projection]] = []
     if chosen is None:
-        maps = [(i, found) for i, run in enumerate(opened) for found in store.projections_of(run)]
+        maps = [(i, found) for i, run in enumerate(opened) for found in derived.projections_of(run)]
     for name in chosen or ():
         errors = []
         for i, run in enumerate(opened):
             try:
-                maps += [(i, found) for found in store.projections_of(run, [name])]
+                maps += [(i, found) for found in derived.projections_of(run, [name])]
             except StoreError as error:
                 errors.append(error)
         if len(errors) == len(opened):

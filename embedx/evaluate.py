@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from embedx import ready_made, store
+from embedx import derived, ready_made
 from embedx.align import doubt_of_pairs, shared_rows
 from embedx.checks import checked
+from embedx.derived import Projection
 from embedx.disk import replace_file
 from embedx.errors import DataError, number_of, short
-from embedx.matrix import Matrix
+from embedx.matrix import Array, Matrix
 from embedx.neighbors import layer_graph, metric_of
 from embedx.ready_made import Given
 from embedx.scores import (
@@ -28,7 +29,7 @@ from embedx.scores import (
     map_quality,
     n_measured,
 )
-from embedx.store import Array, Embeddings, Projection
+from embedx.store import Embeddings
 from embedx.tables import EMBEDDINGS_HEADS, MAP_HEADS, aligned, figure, matrix, yardsticks
 
 log = logging.getLogger("embedx")
@@ -76,7 +77,7 @@ def evaluate(
         StoreError: A file is missing or damaged, or a projection belongs to other embeddings.
     """
     opened = ready_made.opened(embeddings)
-    maps = store.projections_of(opened, projections)
+    maps = derived.projections_of(opened, projections)
     others = [(ready_made.opened(where), os.fspath(where)) for where in against or ()]
     shared = [_shared_rows(opened, other, where) for other, where in others]
     kept = {

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import yaml
 
-from embedx import figures, saliency, store
+from embedx import derived, figures, saliency, store
 from embedx.checks import checked
 from embedx.class_maps import ClassMaps, require_target, write_maps
 from embedx.configs import public_config, settings_sha256
@@ -45,13 +45,13 @@ from embedx.inputs import (
     is_by_sample,
     made_by,
 )
+from embedx.matrix import Array
 from embedx.models import Model, Preprocess
 from embedx.objectives import read_classes
 from embedx.parts import AGAIN, ArrayParts, Engine, Feed
 from embedx.points import Point, parse_point, resolve_points
 from embedx.progress import Progress
 from embedx.sources import Source
-from embedx.store import Array
 
 log = logging.getLogger("embedx")
 
@@ -95,7 +95,7 @@ class Explanation:
 
     path: Path
     pictures: list[Path]
-    maps: store.Maps | None
+    maps: derived.Maps | None
 
 
 @checked
@@ -346,7 +346,7 @@ def explain(
         number_of(len(found.pictures), "picture", "pictures"),
         number_of(n_good, "sample", "samples"),
         f"{n_failed:,}",
-        "" if found.maps is None else f", {store.MAPS_NAME} with maps {found.maps.maps.shape}",
+        "" if found.maps is None else f", {derived.MAPS_NAME} with maps {found.maps.maps.shape}",
         seconds,
         n_good / max(seconds, 1e-9),
     )
@@ -448,7 +448,7 @@ def _is_done(folder: Path, file_id: str, *, overwrite: bool) -> bool:
         )
     if not config.is_file():
         return False
-    store.require_ours(config, re.compile(rb"id: '?[0-9a-f]{64}'?\s"))
+    derived.require_ours(config, re.compile(rb"id: '?[0-9a-f]{64}'?\s"))
     if overwrite:
         return False
     there = re.match(r"id: '?([0-9a-f]{64})", config.read_text(encoding="utf-8"))
@@ -480,21 +480,21 @@ def _no_empty_folders(folder: Path) -> Iterator[None]:
 def _is_own(path: Path) -> bool:
     if path.suffix == ".png":
         with contextlib.suppress(StoreError):
-            store.require_ours(path, store.PICTURE_MARKS[".png"])
+            derived.require_ours(path, derived.PICTURE_MARKS[".png"])
             return True
         return False
-    return path.name in (_CONFIG_NAME, store.MAPS_NAME) and path.is_file()
+    return path.name in (_CONFIG_NAME, derived.MAPS_NAME) and path.is_file()
 
 
 def _opened(folder: Path) -> Explanation:
-    maps = folder / store.MAPS_NAME
+    maps = folder / derived.MAPS_NAME
     return Explanation(
         folder,
         sorted(
             (path for path in folder.glob("*.png") if _is_own(path)),
             key=lambda path: figures.natural(path.name),
         ),
-        store.open_maps(maps) if maps.exists() else None,
+        derived.open_maps(maps) if maps.exists() else None,
     )
 
 

@@ -26,12 +26,12 @@ from embedx.inputs import (
     random_states,
     seed_all,
 )
+from embedx.matrix import Array
 from embedx.models import Model
 from embedx.passes import on_device, run_model, undisturbed
 from embedx.pictures import whole_pictures
 from embedx.points import Point
 from embedx.sources import Source
-from embedx.store import Array
 
 log = logging.getLogger("embedx")
 

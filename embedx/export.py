@@ -16,16 +16,17 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from embedx import ready_made, store
+from embedx import derived, ready_made
 from embedx.checks import check_arguments, checked, refuse_taken
 from embedx.columns import spelled
+from embedx.derived import Projection
 from embedx.disk import replace_file, replacing_file, replacing_folder
 from embedx.errors import ConfigError, missing_extra
-from embedx.matrix import Matrix, stratified
+from embedx.matrix import Array, Matrix, stratified
 from embedx.methods import principal_components
 from embedx.ready_made import Given
 from embedx.shown import rows_to_show, sheet_of
-from embedx.store import Array, Embeddings, Projection
+from embedx.store import Embeddings
 from embedx.tabular import atlas, npz, table
 from embedx.threads import n_threads
 
@@ -70,7 +71,7 @@ def export(
         StoreError: A file is missing or damaged, or there is no space.
     """
     opened = ready_made.opened(embeddings)
-    maps = store.projections_of(opened, projections)
+    maps = derived.projections_of(opened, projections)
     if isinstance(exporter, str):
         if exporter not in EXPORTERS:
             raise ConfigError(
@@ -119,10 +120,10 @@ def tensorboard(
     _check_ours(folder)
     rows, _ = rows_to_show(embeddings, projections, most=ROWS_MOST, where="the projector", least=2)
     columns = _metadata(embeddings, rows)
-    with replacing_folder(folder, foreign=store.foreign_in_export) as new:
+    with replacing_folder(folder, foreign=derived.foreign_in_export) as new:
         config, sprite_px = _fill(new, embeddings, projections, rows=rows, columns=columns)
-        marked = store.EXPORT_MARK + text_format.MessageToString(config)
-        replace_file(new / store.EXPORT_CONFIG, marked.encode())
+        marked = derived.EXPORT_MARK + text_format.MessageToString(config)
+        replace_file(new / derived.EXPORT_CONFIG, marked.encode())
     log.info(
         "wrote %s: %s rows, %s tensors, %s projections as bookmarks, %s",
         folder,
@@ -193,7 +194,7 @@ def _fill(
                     label=_label_column(columns),
                     color=color,
                 )
-    replace_file(folder / store.EXPORT_EVENTS, _events())
+    replace_file(folder / derived.EXPORT_EVENTS, _events())
     return config, sprite_px
 
 
@@ -216,7 +217,7 @@ def _check_ours(folder: Path) -> None:
             f"out={folder} is the folder you stand in, or one above, and would be replaced; choose "
             "another out=FOLDER"
         )
-    foreign = store.foreign_in_export(folder)
+    foreign = derived.foreign_in_export(folder)
     if foreign:
         raise ConfigError(
             f"{folder} holds {min(foreign)}, which is no part of an export; choose another "

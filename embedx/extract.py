@@ -14,8 +14,8 @@ import torch
 import torch.utils.data
 import yaml
 
+from embedx import derived, layout, store
 from embedx import pooling as pools
-from embedx import store
 from embedx.ablations import as_ablations
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
@@ -30,6 +30,7 @@ from embedx.inputs import (
     in_order,
     made_by,
 )
+from embedx.layout import Status
 from embedx.models import Model, Preprocess
 from embedx.objectives import Objective, read_classes
 from embedx.parts import Engine, Feed
@@ -37,7 +38,7 @@ from embedx.points import Point, resolve_points
 from embedx.pooling import Function
 from embedx.runs import PARTS_MOST, ahead, cuts_of, run, run_part, run_parts, say_failed
 from embedx.sources import Shards, Source
-from embedx.store import Embeddings, Status
+from embedx.store import Embeddings
 from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
@@ -240,7 +241,7 @@ def extract(
                     f"{partial} was begun in one go; go on without n_parts and engine, or start "
                     "anew with overwrite=true"
                 )
-    store.require_own_beside(path, has_config=True)
+    derived.require_own_beside(path, has_config=True)
     log.info(
         "extracting %s of %s over %s (%s) on %s into %s",
         ", ".join(point.name for point in points),
@@ -402,7 +403,7 @@ def _refuse_another(present: Path, identity: Mapping[str, Any], source: Source |
 def _changes(present: Path, source: Source) -> str:
     """How the items of a source differ from those that a file was begun with."""
     ids, hashes = store.read_items(present)
-    now = store.stored_texts(source.ids)
+    now = layout.stored_texts(source.ids)
     n_there = store.Embeddings(present).identity["rows"]  # of all parts, where it is one
     if hashes is None or source.item_hashes is None:
         if n_there != len(now):

@@ -27,10 +27,10 @@ from embedx.explainer import (
     say_failed,
     shown_samples,
 )
+from embedx.matrix import Array
 from embedx.passes import run_model
 from embedx.points import Point, parse_point
 from embedx.progress import Progress
-from embedx.store import Array
 
 log = logging.getLogger("embedx")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embedx import store
+from embedx import derived, matrix
 from embedx.columns import spelled
 from embedx.disk import replace_file
 from embedx.errors import ConfigError, missing_extra, number_of
@@ -183,7 +183,7 @@ def new_figure(size_in: tuple[float, float], *, layout: str, needed_for: str) ->
     return ShownFigure(figsize=size_in, layout=layout)  # type: ignore[arg-type]  # a text it knows
 
 
-def color_scale(numbers: store.Array, *, missing: str, darkest: float = 0.0) -> "ScalarMappable":
+def color_scale(numbers: matrix.Array, *, missing: str, darkest: float = 0.0) -> "ScalarMappable":
     """Colours from dark to light for finite numbers, and ``missing`` for the others.
 
     Args:
@@ -323,12 +323,12 @@ class Colors:
     """
 
     name: str
-    numbers: store.Array | None = None
+    numbers: matrix.Array | None = None
     groups: Sequence[Group] | None = None
 
 
 def colors_of(
-    values: Sequence[Any] | store.Array | None, ok: npt.NDArray[np.bool_], *, name: str
+    values: Sequence[Any] | matrix.Array | None, ok: npt.NDArray[np.bool_], *, name: str
 ) -> Colors:
     """How a column is coloured: as a scale where it has more than ten numbers, else by classes.
 
@@ -346,7 +346,7 @@ def colors_of(
 
 def column_of(
     opened: Embeddings, color: str, *, key: str = "color"
-) -> Sequence[Any] | store.Array | None:
+) -> Sequence[Any] | matrix.Array | None:
     """The column to colour by, or None for one colour.
 
     Args:
@@ -365,17 +365,17 @@ def column_of(
     if color not in columns:
         known = ", ".join(["label", *(["none"] if key == "color" else []), *columns])
         raise ConfigError(f"{key}={color!r} is no column of {opened.path}; it has: {known}")
-    column: Sequence[Any] | store.Array = spelled(columns[color])
+    column: Sequence[Any] | matrix.Array = spelled(columns[color])
     return column
 
 
-def is_scale(values: Sequence[Any] | store.Array) -> bool:
+def is_scale(values: Sequence[Any] | matrix.Array) -> bool:
     """Whether a column is coloured as numbers on a scale: it has more than ten."""
     array = np.asarray(values)
     return array.dtype.kind in "fiu" and len(np.unique(array[np.isfinite(array)])) > len(PALETTE)
 
 
-def _groups(values: Sequence[Any] | store.Array, ok: npt.NDArray[np.bool_]) -> list[Group]:
+def _groups(values: Sequence[Any] | matrix.Array, ok: npt.NDArray[np.bool_]) -> list[Group]:
     """The classes of a column, in the order of the legend; those without a value come last."""
     array = np.asarray(values)
     if array.dtype.kind == "f":
@@ -422,7 +422,7 @@ class Tile(NamedTuple):
         marked: Whether the caption is in the colour of what is wrong.
     """
 
-    picture: store.Array
+    picture: matrix.Array
     caption: Sequence[str]
     marked: bool = False
 
@@ -529,7 +529,7 @@ def save(figure: "Figure", path: Path, *, dpi: float = DPI) -> Path:
     Raises:
         StoreError: The disk refused, or the file that is there is not ours.
     """
-    store.require_ours(path, store.PICTURE_MARKS[path.suffix])
+    derived.require_ours(path, derived.PICTURE_MARKS[path.suffix])
     if path.suffix == ".svg":
         return replace_file(path, _svg(figure))
     return replace_file(path, _png(figure, min(dpi, PX_MOST / max(figure.get_size_inches()))))

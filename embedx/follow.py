@@ -14,9 +14,10 @@ from embedx.align import procrustes
 from embedx.disk import require_idle
 from embedx.errors import InUseError, StoreError
 from embedx.figures import PALETTE, Colors, colors_of
-from embedx.matrix import Matrix
+from embedx.layout import Status
+from embedx.matrix import Array, Matrix
 from embedx.methods import pca
-from embedx.store import Array, Embeddings, Status
+from embedx.store import Embeddings
 
 LOOK_EVERY_S = 1.0
 LINE_EVERY_S = 10.0  # where the lines stay

@@ -36,6 +36,8 @@ from embedx.inputs import (
     seed_all,
     tensors_of,
 )
+from embedx.layout import Field, layer_name
+from embedx.matrix import Array
 from embedx.models import Model
 from embedx.objectives import Backward, Objective, scores_of
 from embedx.passes import (
@@ -58,7 +60,6 @@ from embedx.rows import (
     tokens_unknown,
 )
 from embedx.sources import Source
-from embedx.store import Array, Field, layer_name
 
 log = logging.getLogger("embedx")
 

@@ -33,10 +33,10 @@ from embedx.errors import (
     ShapeError,
     first_line,
 )
+from embedx.matrix import Array
 from embedx.models import Model, Preprocess
 from embedx.pictures import picture, thumbnail
 from embedx.sources import Shards, Source, as_array
-from embedx.store import Array
 from embedx.threads import n_threads
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from embedx import hooks, store
+from embedx import derived, hooks
 from embedx.checks import checked, kind_of
 from embedx.disk import replace_file
 from embedx.errors import ConfigError, LayerError, ModelError, listed, number_of, short
@@ -237,7 +237,7 @@ def layers(
     path = None if out is None else Path(out)
     if path is not None:
         format = format or FORMATS.get(path.suffix.lower(), "tree")
-        store.require_ours(path, _MARKS[format])
+        derived.require_ours(path, _MARKS[format])
     module, title, named = (
         (model.module, model.name, model.layer)
         if isinstance(model, Model)

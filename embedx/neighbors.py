@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embedx import store
+from embedx import layout, store
 from embedx.disk import waiting_lock
 from embedx.errors import StoreError, first_line
 from embedx.matrix import Array, Matrix
@@ -603,7 +603,7 @@ def _write(path: Path, graph: Graph, asked: Mapping[str, Any]) -> None:
     if graph.recall is not None:
         attrs["recall"] = graph.recall
     arrays = {"indices": graph.indices, "distances": graph.distances}
-    store.write_arrays(path, format=store.NEIGHBORS_FORMAT, attrs=attrs, arrays=arrays)
+    layout.write_arrays(path, format=layout.NEIGHBORS_FORMAT, attrs=attrs, arrays=arrays)
 
 
 def _read(path: Path, asked: Mapping[str, Any]) -> Graph:
@@ -612,8 +612,8 @@ def _read(path: Path, asked: Mapping[str, Any]) -> Graph:
     Raises:
         StoreError: It is damaged, of other rows, or no graph.
     """
-    attrs, arrays = store.read_arrays(
-        path, format=store.NEIGHBORS_FORMAT, names=("indices", "distances")
+    attrs, arrays = layout.read_arrays(
+        path, format=layout.NEIGHBORS_FORMAT, names=("indices", "distances")
     )
     indices, distances = arrays["indices"], arrays["distances"]
     recall = attrs.get("recall")

@@ -10,7 +10,7 @@ from PIL import Image
 
 from embedx.errors import number_of
 from embedx.figures import QUIET, THEMES, as_label, new_figure, themed
-from embedx.store import Array
+from embedx.matrix import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,7 +28,7 @@ from embedx.figures import (
     outline,
     themed,
 )
-from embedx.store import Array
+from embedx.matrix import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from embedx import store
+from embedx import layout, store
 from embedx.errors import ConfigError, DataError, Interrupted, StoreError, listed, number_of
+from embedx.matrix import Array
 from embedx.progress import Progress
-from embedx.store import Array, Embeddings, Writer
+from embedx.store import Embeddings, Writer
 
 log = logging.getLogger("embedx")
 
@@ -458,24 +459,24 @@ class ArrayParts:
         return False
 
     def _is_own(self, path: Path) -> bool:
-        return bool(store.read_arrays(path, format=store.PART_FORMAT)[0]["id"] == self._of)
+        return bool(layout.read_arrays(path, format=layout.PART_FORMAT)[0]["id"] == self._of)
 
     def _write(self, path: Path, arrays: Mapping[str, Array], about: Mapping[str, Any]) -> None:
         # As an array: an attribute has at most 64 KiB.
         text = json.dumps({"names": list(arrays), "about": about}).encode()
-        store.write_arrays(
+        layout.write_arrays(
             path,
-            format=store.PART_FORMAT,
+            format=layout.PART_FORMAT,
             attrs={"id": self._of},
             arrays={**arrays, _ABOUT: np.frombuffer(text, np.uint8)},
         )
 
     def _read(self, path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-        attrs, found = store.read_arrays(path, format=store.PART_FORMAT, names=[_ABOUT])
+        attrs, found = layout.read_arrays(path, format=layout.PART_FORMAT, names=[_ABOUT])
         if attrs["id"] != self._of:  # by a process whose driver was replaced meanwhile
             raise StoreError(f"{path} is of something else")
         said = json.loads(found[_ABOUT].tobytes())
-        _, arrays = store.read_arrays(path, format=store.PART_FORMAT, names=said["names"])
+        _, arrays = layout.read_arrays(path, format=layout.PART_FORMAT, names=said["names"])
         return arrays, said["about"]
 
 

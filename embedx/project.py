@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from embedx import ready_made, store
+from embedx import derived, ready_made, store
 from embedx.align import doubt_of_pairs, places_in, procrustes, space_of, untold
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
+from embedx.derived import Projection
 from embedx.disk import writing_lock
 from embedx.errors import ConfigError, DataError, StoreError, short
 from embedx.matrix import Array, Matrix, among_the_rest, stratified
@@ -50,7 +51,7 @@ from embedx.neighbors import Graph, Metric, layer_graph, metric_of
 from embedx.parts import AGAIN, ArrayParts, Engine, Feed, Task, part_rows
 from embedx.ready_made import Given
 from embedx.scores import SCORED_K, WHOLE_ROWS, map_quality
-from embedx.store import Embeddings, Projection
+from embedx.store import Embeddings
 from embedx.threads import n_threads
 
 log = logging.getLogger("embedx")
@@ -149,7 +150,7 @@ def project(
     of_rows = " ".join(opened.parentage.values())
     projection_id = hashlib.sha256(f"{of_rows} {digest}".encode()).hexdigest()
     if path.exists() and not overwrite:
-        present = store.open_projection(path)
+        present = derived.open_projection(path)
         if present.attrs.get("id") == projection_id:
             log.info("%s is there already with these settings: nothing to do", path)
             _Elsewhere.remove(path)  # where it was killed when all was done but this
@@ -222,7 +223,7 @@ def project(
         **quality.scores,
     }
     opened.require_there()  # what is made of it lies beside it, and is known by it
-    store.write_projection(
+    derived.write_projection(
         path,
         coords=coords,
         ids=opened.ids,
@@ -240,7 +241,7 @@ def project(
         "not defined for so few rows" if score is None else f"{score:.3f}",
         time.monotonic() - started,
     )
-    return store.open_projection(path)
+    return derived.open_projection(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -672,11 +673,11 @@ def _projection_at(
     if isinstance(given, Projection):
         return given
     if Path(given).is_file():
-        return store.open_projection(given)
+        return derived.open_projection(given)
     if Path(given).is_dir():
-        found = store.projections_of(store.open(given))
+        found = derived.projections_of(store.open(given))
     else:
-        found = store.projections_of(opened, [os.fspath(given)])
+        found = derived.projections_of(opened, [os.fspath(given)])
     if len(found) != 1:
         paths = ", ".join(str(projection.path) for projection in found)
         raise ConfigError(f"{key}={given} has {len(found)} maps; name one: {paths or 'none yet'}")

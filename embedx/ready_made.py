@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from embedx import store
+from embedx import layout, store
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
 from embedx.columns import (
     are_ids,
@@ -31,8 +31,9 @@ from embedx.columns import (
 )
 from embedx.disk import waiting_lock
 from embedx.errors import DataError, StoreError, listed
+from embedx.layout import Field, Status
 from embedx.matrix import Array
-from embedx.store import Embeddings, Field, Status
+from embedx.store import Embeddings
 from embedx.table_files import parquet_file, read_table, require_bounded
 
 log = logging.getLogger("embedx")
@@ -220,7 +221,7 @@ def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int, *, of_row
     for warning in vectors.warnings:
         log.warning("%s", warning)
     ids = vectors.ids or [str(i) for i in range(vectors.n)]
-    field = store.embeddings_field(
+    field = layout.embeddings_field(
         vectors.layer,
         n_features=vectors.d,
         dtype=vectors.dtype,

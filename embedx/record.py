@@ -19,16 +19,18 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from embedx import hooks, store
+from embedx import derived, hooks, layout, store
 from embedx.checks import checked, require_exact, require_unmasked
 from embedx.columns import told_apart
 from embedx.disk import require_idle, writing_lock
 from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
+from embedx.layout import Field, Status
+from embedx.matrix import Array
 from embedx.parts import append_parts
 from embedx.points import Point, resolve_points
 from embedx.pooling import Function, per_point
 from embedx.rows import Rows, not_finite, picture_size, strangers_to, token_mask
-from embedx.store import Array, Embeddings, Field, Status
+from embedx.store import Embeddings
 
 log = logging.getLogger("embedx")
 
@@ -285,13 +287,13 @@ class Recorder:
             )
         calls = None if self._has_begun else self._require_as_often()
         if epoch is not None:
-            arrays[store.column_name("epoch")] = np.full(n, _whole(epoch), np.int64)
+            arrays[layout.column_name("epoch")] = np.full(n, _whole(epoch), np.int64)
         for name, values in columns.items():
             path = _column_path(name, with_epoch=epoch is not None)
             arrays[path] = _numbers(name, values, n, like=self._like.get(path))
         if labels is not None:
             arrays["labels"] = _labels(labels, n, n_names=len(self._label_names))
-        arrays["ids"] = store.encode_texts(names, what="the id", most_bytes=self._id_bytes).astype(
+        arrays["ids"] = layout.encode_texts(names, what="the id", most_bytes=self._id_bytes).astype(
             f"S{self._id_bytes}"
         )
         for name, like in self._like.items():
@@ -539,8 +541,8 @@ def record(
         StoreError: ``out`` holds a file, or a recording or an extraction that was not finished.
         InUseError: Another writes there.
     """
-    if not 1 <= id_bytes <= store.ID_BYTES_MAX:
-        raise ConfigError(f"id_bytes must be 1 to {store.ID_BYTES_MAX}, not {id_bytes}")
+    if not 1 <= id_bytes <= layout.ID_BYTES_MAX:
+        raise ConfigError(f"id_bytes must be 1 to {layout.ID_BYTES_MAX}, not {id_bytes}")
     names, told = told_apart(label_names)
     for line in told:
         log.warning("%s", line)
@@ -549,7 +551,7 @@ def record(
     path = Path(out).absolute() / store.EMBEDDINGS_NAME  # the loop may go to another folder
     require_idle(path)
     _require_free(path, overwrite=overwrite)
-    store.require_own_beside(path, has_config=False)
+    derived.require_own_beside(path, has_config=False)
     return Recorder(
         model,
         resolved,
@@ -593,7 +595,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
             f"{out} holds a recording of 0 rows: it was stopped before its first commit; record "
             f"again, or remove {store.parts_folder(path)}"
         )
-    store.require_own_beside(path, has_config=False)
+    derived.require_own_beside(path, has_config=False)
     file_id = _joined_id(parts)
     replaced = _file_id(path) if path.exists() else None
     _require_replaceable(path, parts[0], file_id=file_id, replaced=replaced)
@@ -629,7 +631,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
         writer.require_own()
         # What was made of an equal file is as good as new, unless that one's rows are damaged.
         if replaced and (replaced != file_id or store.Embeddings(path).verify()):
-            store.remove_derived(path.parent, replaced)
+            derived.remove_derived(path.parent, replaced)
         writer.finish()
     store.remove_parts(path)
     opened = store.open(path)
@@ -789,7 +791,7 @@ def _column_path(name: str, *, with_epoch: bool) -> str:
         raise DataError(f"a column cannot be called {name!r}; choose another name")
     if name == "sample" and with_epoch:
         raise DataError("the column sample is made of ids= and epoch=; choose another name")
-    return store.column_name(name)
+    return layout.column_name(name)
 
 
 def _array(name: str, values: Any, n: int) -> Array:

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from embedx import store
+from embedx import derived
 from embedx.columns import spelled
+from embedx.derived import Projection
 from embedx.disk import replace_file
 from embedx.errors import short
 from embedx.figures import (
@@ -34,6 +35,7 @@ from embedx.figures import (
     natural,
     title_of,
 )
+from embedx.matrix import Array
 from embedx.neighbors import metric_of
 from embedx.panels import flat
 from embedx.shown import (
@@ -47,7 +49,7 @@ from embedx.shown import (
     rows_to_show,
     sheet_of,
 )
-from embedx.store import Array, Embeddings, Projection
+from embedx.store import Embeddings
 
 log = logging.getLogger("embedx")
 
@@ -159,7 +161,7 @@ def write_report(
             ]
         ),
     }
-    store.require_ours(path, store.REPORT_MARK)
+    derived.require_ours(path, derived.REPORT_MARK)
     template = (PAGE / "report.html").read_text("utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
     return replace_file(path, page.encode("utf-8", "backslashreplace"))
@@ -318,7 +320,7 @@ def _settings(opened: Embeddings, maps: Sequence[Projection]) -> list[list[str]]
     hidden = {"file", "identity", "format", "row_fields", "projections", "config"}
     made = [
         ["embeddings", key, short(str(value), most=200)]
-        for key, value in store.describe(opened).items()
+        for key, value in derived.describe(opened).items()
         if key not in hidden and not key.startswith("metadata/")
     ]
     for one in maps:

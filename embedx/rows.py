@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedx import pooling, store
+from embedx import layout, pooling
 from embedx.errors import ShapeError
+from embedx.matrix import Array
 from embedx.points import Point
-from embedx.store import Array
 
 log = logging.getLogger("embedx")
 
@@ -186,7 +186,7 @@ class Rows:
                 values = _of_length_one(wide.cpu().numpy())
             else:
                 values = rows.float().cpu().numpy()
-            field = store.embeddings_field(
+            field = layout.embeddings_field(
                 point.name, n_features=rows.shape[1], dtype=self._dtype, attrs={}
             )
             with np.errstate(all="ignore"):  # overflow makes the row a failed one

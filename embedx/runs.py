@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from embedx import sources, store
+from embedx import derived, sources, store
 from embedx.configs import settings_sha256
 from embedx.disk import replace_file, require_idle, writing_lock
 from embedx.errors import (
@@ -37,6 +37,7 @@ from embedx.inputs import (
     started,
     workers_said,
 )
+from embedx.layout import Field, Status
 from embedx.parts import (
     AGAIN,
     Engine,
@@ -50,16 +51,7 @@ from embedx.parts import (
 from embedx.pictures import whole_pictures
 from embedx.progress import Progress
 from embedx.sources import Shards, Source
-from embedx.store import (
-    ENTERED,
-    MADE_BY_FIRST,
-    Embeddings,
-    Field,
-    PartKind,
-    Parts,
-    PartsFound,
-    Status,
-)
+from embedx.store import ENTERED, MADE_BY_FIRST, Embeddings, PartKind, Parts, PartsFound
 
 log = logging.getLogger("embedx")
 
@@ -145,9 +137,9 @@ def _put_in_place(
     # Before the file takes its name: whatever stops us here, the next run comes by again.
     replace_file(path.with_name("config.yaml"), config.encode())
     if replaced is not None:
-        store.remove_derived(path.parent, replaced)
+        derived.remove_derived(path.parent, replaced)
     if not is_joined:  # of its own parts it is not made, and nothing of less than all its rows
-        store.remove_derived(path.parent, file_id, is_replaced=False)
+        derived.remove_derived(path.parent, file_id, is_replaced=False)
         store.remove_parts(path)
     writer.finish()
 
@@ -599,7 +591,7 @@ def run_parts(
         stack.enter_context(writing_lock(path))
         if overwrite:
             if not path.exists() and (was := store.parts_id(path)) is not None:
-                store.remove_derived(path.parent, was)  # of the parts: they were read as one
+                derived.remove_derived(path.parent, was)  # of the parts: they were read as one
             store.remove_parts(path)
         store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit, replaces=overwrite)
         stack.callback(store.end_parts, path)
@@ -697,7 +689,7 @@ def _run_elsewhere(
 def _remove_made_of_parts(made: _Made) -> None:
     """Take away what was made of all parts, read as one, before one of them was removed again."""
     if not made.path.exists():
-        store.remove_derived(made.path.parent, str(made.attrs["id"]))
+        derived.remove_derived(made.path.parent, str(made.attrs["id"]))
 
 
 def run_part(

@@ -14,16 +14,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embedx import figures, ready_made, store
+from embedx import derived, figures, layout, ready_made, store
 from embedx.align import SPACE, space_of, untold
 from embedx.checks import checked
 from embedx.configs import settings_sha256
 from embedx.disk import replace_file
 from embedx.errors import ConfigError, DataError, StoreError, listed, nearest, short
 from embedx.figures import Tile
+from embedx.layout import Status
+from embedx.matrix import Array
 from embedx.neighbors import EXACT_ROWS, Graph, Metric, layer_graph, nearest_rows
 from embedx.ready_made import Given
-from embedx.store import Array, Embeddings, Status
+from embedx.store import Embeddings
 from embedx.tables import aligned, as_csv
 
 log = logging.getLogger("embedx")
@@ -841,7 +843,7 @@ class _Writer:
         if len(printed) > PRINTED:
             log.info("  and %s more", f"{len(printed) - PRINTED:,}")
         self._refuse_foreign(stem)
-        document = {"format": store.FINDINGS_FORMAT, **self.about, **counts, "table": table}
+        document = {"format": layout.FINDINGS_FORMAT, **self.about, **counts, "table": table}
         # A table without rows has its columns all the same.
         columns = list(table[0]) if table else _columns(name, is_labelled=self.is_labelled)
         text = json.dumps(document, indent=1, allow_nan=False) + "\n"
@@ -867,7 +869,7 @@ class _Writer:
             for suffix in ("json", "csv", "png")
             if (path := self.folder / f"{stem}.{suffix}").exists()
         ]
-        if there and store.findings_parent(self.folder / f"{stem}.json") != self.about["parent"]:
+        if there and derived.findings_parent(self.folder / f"{stem}.json") != self.about["parent"]:
             raise StoreError(
                 f"{there[0]} is not of these embeddings; choose another out=FOLDER, or remove it"
             )

@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embedx import store
+from embedx import derived
+from embedx.derived import Projection
 from embedx.errors import DataError
-from embedx.matrix import Matrix, stratified
+from embedx.matrix import Array, Matrix, stratified
 from embedx.neighbors import Graph, Metric, layer_graph, nearest_neighbors
-from embedx.store import Array, Embeddings, Projection
+from embedx.store import Embeddings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 log = logging.getLogger("embedx")
 
-ROW = store.EXPORT_ROW
+ROW = derived.EXPORT_ROW
 NEIGHBORHOOD = "neighborhood"  # the score of each row in a map
 Columns = dict[str, Array | list[str | None]]
 

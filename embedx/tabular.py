@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from embedx import store
+from embedx import derived, layout
+from embedx.derived import Projection
 from embedx.disk import replace_file, replacing_file
 from embedx.errors import ConfigError, DataError, missing_extra
 from embedx.matrix import Array
@@ -36,7 +37,7 @@ from embedx.shown import (
     rows_to_show,
     taken,
 )
-from embedx.store import Embeddings, Projection
+from embedx.store import Embeddings
 from embedx.tables import as_csv
 
 log = logging.getLogger("embedx")
@@ -220,11 +221,11 @@ def npz(embeddings: Embeddings, projections: Sequence[Projection], out: Path | N
         everything["labels"] = embeddings.labels[rows]
         everything["label_names"] = embeddings.label_names
     for name, values in embeddings.metadata.items():
-        everything[store.column_name(name)] = taken(values, rows)
+        everything[layout.column_name(name)] = taken(values, rows)
     for name, values in embeddings.outputs.items():
         everything[f"outputs/{name}"] = values
     for layer, values in embeddings.embeddings.items():
-        everything[store.layer_name(layer)] = values
+        everything[layout.layer_name(layer)] = values
     whole = {name for name in everything if name.startswith(("outputs/", "embeddings/"))}
     names = Names([])
     for one in projections:
@@ -256,7 +257,7 @@ def _target(embeddings: Embeddings, out: Path | None, name: str) -> Path:
         )
     if os.path.lexists(path):
         try:
-            is_ours = store.is_export_table(path)
+            is_ours = derived.is_export_table(path)
         except OSError:
             is_ours = False
         if not is_ours:
@@ -278,9 +279,9 @@ def _exporting(path: Path) -> Iterator[BinaryIO]:
         # Before the table takes its name: without its hash it would be taken for a user's.
         before = ""
         with contextlib.suppress(OSError):
-            before = store.hash_path(path).read_text("ascii", "replace").partition("\n")[0]
+            before = derived.hash_path(path).read_text("ascii", "replace").partition("\n")[0]
         lines = [f"{digest}  {path.name}", *([before] if before else [])]
-        replace_file(store.hash_path(path), ("\n".join(lines) + "\n").encode())
+        replace_file(derived.hash_path(path), ("\n".join(lines) + "\n").encode())
 
 
 def _require_pyarrow(needed_for: str) -> None:
@@ -471,7 +472,7 @@ def _write_parquet(path: Path, columns: Sequence[_Column], *, n: int, parent: st
     from pyarrow import parquet
 
     schema = pa.schema([(column.name, column.type) for column in columns])
-    schema = schema.with_metadata({store.EXPORT_PARENT: parent})
+    schema = schema.with_metadata({derived.EXPORT_PARENT: parent})
     with_texts = [column.name for column in columns if column.has_texts]
     with (
         _exporting(path) as file,

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from embedx import ready_made, store
+from embedx import derived, ready_made, store
 from embedx.checks import checked, signature_of
+from embedx.derived import Projection
 from embedx.disk import sweep
 from embedx.errors import ConfigError, DataError, missing_extra, number_of
 from embedx.figures import (
@@ -39,11 +40,12 @@ from embedx.figures import (
     title_of,
 )
 from embedx.follow import follow as follow_run
+from embedx.matrix import Array
 from embedx.panels import PANEL_IN, Mask, Panel, Points, is_shaded, panels
 from embedx.ready_made import Given
 from embedx.report import write_report
 from embedx.shown import NEIGHBORHOOD, neighborhoods_of
-from embedx.store import Array, Embeddings, Projection
+from embedx.store import Embeddings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,7 +137,7 @@ def view(
         folder = Path(out) if out else opened.path.parent / "projector"
         _serve(opened, folder, port=port, show=open)
         return None
-    maps = store.projections_of(opened, projections)
+    maps = derived.projections_of(opened, projections)
     if projections is not None and not projections:
         raise ConfigError("projections=[] names none; leave it out for all of them")
     if not maps:
@@ -482,15 +484,15 @@ run_main()
 def _serve(opened: Embeddings, folder: Path, *, port: int, show: bool) -> None:
     """Run TensorBoard on ``folder``, bound to this machine alone, until it is stopped."""
     sweep(folder)
-    exports = [folder] if (folder / store.EXPORT_CONFIG).exists() else []
-    exports = exports or [path.parent for path in sorted(folder.rglob(store.EXPORT_CONFIG))]
+    exports = [folder] if (folder / derived.EXPORT_CONFIG).exists() else []
+    exports = exports or [path.parent for path in sorted(folder.rglob(derived.EXPORT_CONFIG))]
     if not exports:
         raise DataError(
             f"there is no export in {folder}; make it with: python -m embedx export "
             f"embeddings={opened.path.parent} out={folder}"
         )
     for export in exports:
-        exported = (export / store.EXPORT_CONFIG).stat().st_mtime
+        exported = (export / derived.EXPORT_CONFIG).stat().st_mtime
         maps = (export.parent / "projections").glob("*.h5")
         if n_newer := sum(path.stat().st_mtime > exported for path in maps):
             log.warning(

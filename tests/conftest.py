@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedx import store
+from embedx import derived, layout, store
 
 Array = np.ndarray[Any, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,17 +182,17 @@ def embeddings_file(
     rows: dict[str, Array] = {}
     fields = []
     for layer, x in layers.items():
-        field = store.embeddings_field(
+        field = layout.embeddings_field(
             layer, n_features=x.shape[1], dtype=np.dtype(dtype), attrs={}
         )
         fields.append(field)
         rows[field.name] = np.array(x, dtype=dtype)
         rows[field.name][list(failed)] = np.nan
     if thumbnails is not None:
-        fields.append(store.Field("thumbnails", thumbnails.shape[1:], np.dtype("u1")))
+        fields.append(layout.Field("thumbnails", thumbnails.shape[1:], np.dtype("u1")))
         rows["thumbnails"] = thumbnails
-    status = np.full(n, store.Status.OK, np.uint8)
-    status[list(failed)] = store.Status.FAILED
+    status = np.full(n, layout.Status.OK, np.uint8)
+    status[list(failed)] = layout.Status.FAILED
     writer = store.create(
         folder / "embeddings.h5",
         ids=ids or [f"row-{i:04d}" for i in range(n)],
@@ -216,7 +216,7 @@ def projection_file(
 ) -> Path:
     """A map ``METHOD-HASH`` of an embeddings file, of its first layer unless ``layer`` says."""
     opened = store.open(path)
-    return store.write_projection(
+    return derived.write_projection(
         path.parent / "projections" / f"{name}.h5",
         coords=coords,
         ids=opened.ids,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import embedx
-from embedx import data, fold, models, pooling, sources, store
+from embedx import data, fold, layout, models, pooling, sources, store
 from embedx.disk import writing_lock
 from embedx.errors import (
     ConfigError,
@@ -1202,7 +1202,7 @@ def test_a_none_in_place_of_an_item_fails_its_row_alone(
     loader = DataLoader(data, batch_size=8, collate_fn=filled_up)
     run = embedx.extract(model, loader, layers="0", out=tmp_path)
     good = [i for i in range(48) if i not in bad]
-    assert np.flatnonzero(run.status == store.Status.FAILED).tolist() == list(bad)
+    assert np.flatnonzero(run.status == layout.Status.FAILED).tolist() == list(bad)
     with torch.no_grad():
         wanted = model[0](data.x).numpy()  # type: ignore[index, operator]
     np.testing.assert_allclose(run.embeddings["0"][good], wanted[good], rtol=1e-5, atol=1e-6)
@@ -1215,7 +1215,7 @@ def test_a_none_in_place_of_an_item_fails_its_row_alone(
 )
 def test_an_item_that_begins_with_none_is_none(gap: Any, tmp_path: Path) -> None:
     run = embedx.extract(linear(6, 5), Gaps(7, gap=lambda _: gap), layers="0", out=tmp_path)
-    assert np.flatnonzero(run.status == store.Status.FAILED).tolist() == [7]
+    assert np.flatnonzero(run.status == layout.Status.FAILED).tolist() == [7]
 
 
 @pytest.mark.parametrize("gap", [lambda x: x * torch.nan, lambda x: x[:1], lambda x: x[:3]])
@@ -1260,7 +1260,7 @@ def test_auto_pooling_is_not_chosen_anew_by_a_run_that_goes_on(
         embedx.extract(OfAnySize().eval(), Sizes(), out=tmp_path / "cut", **given)
     again = embedx.extract(OfAnySize().eval(), Sizes(), out=tmp_path / "cut", **given)
     assert again.path.read_bytes() == whole.path.read_bytes()
-    assert (whole.status == store.Status.OK).all()
+    assert (whole.status == layout.Status.OK).all()
 
 
 def test_parts_that_were_pooled_in_two_ways_are_told_apart(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from embedx import __version__, cli, store
+from embedx import __version__, cli, derived, store
 from embedx.cli import FLAGS, STAGES
 from embedx.configs import Configs, conf_dir, override
 from embedx.errors import ConfigError
@@ -753,7 +753,7 @@ def test_a_model_data_and_a_projection_come_in_by_one_file_each(
         "project", *mine, "projection=first", "projection.n_components=3"
     )
     assert (status, err) == (0, [])
-    (found,) = store.projections_of(opened)
+    (found,) = derived.projections_of(opened)
     assert (found.coords == opened.embeddings["3:input"][:, :3]).all()
     status, out, err = embedx_here("layers", *mine, "model=net", "+model.input_size=2")
     assert out[-1] == (

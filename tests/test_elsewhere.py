@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import embedx
-from embedx import engines, matrix, methods, store
+from embedx import derived, engines, matrix, methods, store
 from embedx.errors import ConfigError, DataError, InUseError
 from embedx.matrix import Matrix
 from tests.conftest import ROOT, Run, embeddings_file, sha256
@@ -179,11 +179,11 @@ def test_the_rest_of_a_matrix_is_told_by_what_was_taken_out() -> None:
 
 
 @pytest.fixture
-def own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., store.Projection]:
+def own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., derived.Projection]:
     monkeypatch.setenv("DRIVER", str(os.getpid()))
     import own_map  # type: ignore[import-not-found]
 
-    def project(**given: Any) -> store.Projection:
+    def project(**given: Any) -> derived.Projection:
         return embedx.project("run", method=own_map.own, landmarks=60, **given)
 
     return project
@@ -194,7 +194,7 @@ def placed(folder: Path) -> list[int]:
 
 
 def test_a_worker_that_is_killed_is_named_and_what_others_made_is_kept(
-    desk: Path, own: Callable[..., store.Projection], caplog: pytest.LogCaptureFixture
+    desk: Path, own: Callable[..., derived.Projection], caplog: pytest.LogCaptureFixture
 ) -> None:
     here = own(out="here")
     (desk / "placed").unlink()
@@ -221,7 +221,7 @@ def test_a_worker_that_is_killed_is_named_and_what_others_made_is_kept(
 
 
 def test_parts_of_other_rows_or_damaged_or_left_behind_are_not_taken(
-    desk: Path, own: Callable[..., store.Projection], caplog: pytest.LogCaptureFixture
+    desk: Path, own: Callable[..., derived.Projection], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "embedx")
     here = own(out="here")
@@ -264,7 +264,7 @@ def test_parts_of_other_rows_or_damaged_or_left_behind_are_not_taken(
 
 
 def test_a_driver_that_is_stopped_leaves_nothing_running_and_goes_on(
-    desk: Path, own: Callable[..., store.Projection]
+    desk: Path, own: Callable[..., derived.Projection]
 ) -> None:
     here = own(out="here")
     (desk / "placed").unlink()
@@ -320,7 +320,7 @@ def test_parts_of_a_map_go_with_the_embeddings_that_they_are_of(desk: Path) -> N
     store.begin_parts(parts.with_suffix(""), of="x", n=2, kind="part")
     mine = parts.with_name("mine.parts")
     mine.mkdir()
-    store.remove_derived(desk / "run", "one")
+    derived.remove_derived(desk / "run", "one")
     assert not parts.exists()
     assert mine.exists()
 

@@ -20,7 +20,7 @@ import pytest
 from torch import nn
 
 import embedx
-from embedx import engines, parts, store
+from embedx import engines, layout, parts, store
 from embedx.errors import ConfigError, DataError, DependencyError
 from embedx.parts import Task
 from tests.conftest import EXHAUSTIVE, ROOT, Run, sha256
@@ -564,7 +564,7 @@ def test_a_driver_knows_how_far_parts_are_without_opening_them_again(tmp_path: P
     path = tmp_path / "embeddings.h5"
     reader = store.PartReader(path)
     assert (reader.read().rows_done, reader.is_complete, reader.attrs) == (0, False, {})
-    field = store.embeddings_field("a", n_features=2, dtype=np.dtype("f4"), attrs={"layer": "a"})
+    field = layout.embeddings_field("a", n_features=2, dtype=np.dtype("f4"), attrs={"layer": "a"})
     writer = store.create(path, ids=list("abcd"), fields=[field], attrs={"id": "x"})
     for n in (1, 2):
         rows = {field.name: np.zeros((1, 2), np.float32)}

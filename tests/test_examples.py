@@ -134,7 +134,7 @@ def test_pacmap_comes_in_by_a_config_file_and_is_a_map_like_the_others(tmp_path:
     lines = embedx_there(*mine, "projection.n_neighbors=12")
     assert [line.split(" ")[0] for line in lines][-2:] == ["wrote", "next:"]
     assert embedx_there(*mine, "projection.n_neighbors=12")[0].endswith("nothing to do")
-    (found,) = embedx.store.projections_of(embedx.open(path))
+    (found,) = embedx.derived.projections_of(embedx.open(path))
     kept = {"n_neighbors": 12, "mn_ratio": 0.5, "fp_ratio": 2.0, "method": "pacmap"}
     assert {key: found.attrs[key] for key in kept} == kept
     accuracy = knn_accuracy(found.coords, digits.target[:600])

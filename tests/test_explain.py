@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import embedx
-from embedx import cli, models, saliency, store
+from embedx import cli, derived, models, saliency
 from embedx.configs import Configs
 from embedx.errors import (
     ConfigError,
@@ -580,14 +580,14 @@ def test_maps_that_are_damaged_are_refused(tmp_path: Path) -> None:
     done = embedx.explain(net(), X, method="gradcam", out="o")
     assert done.maps is not None
     path = done.maps.path
-    about = store.describe(path)
+    about = derived.describe(path)
     assert about["maps/gradcam"] == "[4, 12, 8] float32"
     assert (about["rows"], about["failed_rows"], about["layer"]) == (4, 0, "4")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(StoreError, match="damaged"):
-        store.open_maps(path)
+        derived.open_maps(path)
 
 
 # --------------------------------------------------------------------------- real weights
@@ -642,7 +642,7 @@ def test_the_command_line_explains(run: Run, tmp_path: Path, photos: Path) -> No
     assert lines[-1] == f"next: python -m embedx info path={written}/maps.h5"
     folder = tmp_path / written
     assert re.fullmatch(r"resnet18-photos-[0-9a-f]{6}", folder.parent.parent.name)
-    maps = store.open_maps(folder / "maps.h5")
+    maps = derived.open_maps(folder / "maps.h5")
     assert maps.ids == ["cat/01.jpg", "dog/02.jpg"]
     assert maps.targets.tolist() == [7, 7]
     recorded = yaml.safe_load((folder / "config.yaml").read_text())
@@ -653,7 +653,7 @@ def test_the_command_line_explains(run: Run, tmp_path: Path, photos: Path) -> No
     for setting in ("method: gradcam", "target: 7", "- cat/01.jpg"):
         assert re.search(rf"^ +{setting}$", info.stdout, re.M)
     with pytest.raises(StoreError, match=f"and explanations: .*{folder.name}; name one"):
-        store.describe(folder.parent.parent)
+        derived.describe(folder.parent.parent)
     (again,) = re.findall(r"^again +python -m embedx (.*)$", info.stdout, re.M)
     second = run(*shlex.split(again))
     assert second.stdout.splitlines()[-2].endswith("nothing to do")
@@ -670,7 +670,7 @@ def test_the_command_line_draws_feature_maps_of_digits(run: Run, tmp_path: Path)
     kept = """model.input_size=32 'ids=["digit-0007"]' name=few method=gradcam"""
     assert done.stdout.splitlines()[-1].endswith(kept)
     with pytest.raises(StoreError, match="few/.* holds 2 pictures of feature maps and no file"):
-        store.describe(folder)
+        derived.describe(folder)
 
 
 def test_explanations_lie_in_the_run_of_the_same_model_and_data(

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from embedx import store
+from embedx import derived
 from embedx.disk import replace_file, replacing, replacing_folder, sweep
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.export import export
@@ -740,7 +740,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_of_a_living_one_is
     assert {name: data for name, data in everything(tmp_path).items() if name in before} == before
     living = tmp_path / ("projector" if exporter == "tensorboard" else "embeddings.npz")
     if exporter == "tensorboard":
-        writing: Any = replacing_folder(living, foreign=store.foreign_in_export)
+        writing: Any = replacing_folder(living, foreign=derived.foreign_in_export)
     else:
         writing = replacing(living)
     with contextlib.suppress(KeyboardInterrupt), writing:

@@ -19,7 +19,7 @@ from PIL import Image, ImageFile
 from torch import Tensor, nn
 
 import embedx
-from embedx import data, forward, inputs, models, store
+from embedx import data, forward, inputs, layout, models, store
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
 from embedx.pictures import decode_image, thumbnail
@@ -149,7 +149,7 @@ def test_a_bad_picture_fails_its_own_row_and_the_others_stay_exact(
     got = embedx.extract(
         resnet, photos, batch_size=batch_size, out=tmp_path / "run", save_outputs=True
     )
-    assert np.flatnonzero(got.status == store.Status.FAILED).tolist() == sorted(bad)
+    assert np.flatnonzero(got.status == layout.Status.FAILED).tolist() == sorted(bad)
     assert np.isnan(got.embeddings["avgpool" if "avgpool" in got.embeddings else "fc:input"])[
         sorted(bad)
     ].all()
@@ -1534,7 +1534,7 @@ def test_overwriting_does_not_take_a_running_writers_file(tmp_path: Path) -> Non
     writer = store.create(
         tmp_path / "b" / "embeddings.h5",
         ids=whole.ids,
-        fields=[store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
+        fields=[layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
         attrs={"id": "other"},
     )
     with pytest.raises(StoreError, match="is being written by this process"):

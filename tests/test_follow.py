@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from embedx import follow as module
-from embedx import store
+from embedx import layout, store
 from embedx.errors import StoreError
 from embedx.follow import WIDE, follow
-from embedx.store import Field
+from embedx.layout import Field
 from embedx.view import view
 from tests.conftest import Run, embeddings_file
 
@@ -50,8 +50,8 @@ def test_a_run_is_followed_until_it_is_whole(
 ) -> None:
     path = tmp_path / "embeddings.h5"
     run, x, shown = writer(path), rows(90), []
-    status = np.full(30, store.Status.OK, np.uint8)
-    status[4] = store.Status.FAILED
+    status = np.full(30, layout.Status.OK, np.uint8)
+    status[4] = layout.Status.FAILED
     batches = [0, 30, 60]
     now = [0.0]
 
@@ -118,7 +118,7 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(
 def test_a_run_that_nobody_writes_any_more_is_said(tmp_path: Path) -> None:
     path = tmp_path / "embeddings.h5"
     run = writer(path)
-    run.append({"embeddings/pool": rows(30)}, status=np.full(30, store.Status.OK, np.uint8))
+    run.append({"embeddings/pool": rows(30)}, status=np.full(30, layout.Status.OK, np.uint8))
     run.commit()
     run.close()
     shown: list[str] = []

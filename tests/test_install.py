@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from embedx import store
+from embedx import derived, store
 
 from .conftest import ROOT
 
@@ -117,7 +117,7 @@ def test_it_extracts_and_projects_far_from_the_checkout(binaries: Path, tmp_path
     assert (done.returncode, done.stderr) == (0, "")
     opened = store.open(tmp_path / "outputs" / "small")
     assert opened.rows()[1].shape == (40, 1280)
-    assert [p.coords.shape for p in store.projections_of(opened)] == [(40, 2)]
+    assert [p.coords.shape for p in derived.projections_of(opened)] == [(40, 2)]
 
 
 def test_it_takes_a_model_file_of_the_users_own(binaries: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import embedx
-from embedx import inputs, models, runs, store
+from embedx import derived, inputs, layout, models, runs, store
 from embedx.disk import writing_lock
 from embedx.errors import ConfigError, DataError, Interrupted, InUseError, ShapeError, StoreError
 from embedx.inputs import WINDOW_BATCHES
@@ -199,7 +199,7 @@ def test_finished_parts_open_as_the_file_of_one_go(
     assert embedx.open(parts) is parts
     if not bad:  # a frame with NaN is not equal to itself
         assert parts.to_pandas().equals(whole.to_pandas())
-    about, joined = store.describe(tmp_path / "run", verify=True), store.describe(whole)
+    about, joined = derived.describe(tmp_path / "run", verify=True), derived.describe(whole)
     assert about["parts"] == f"{n_parts}, not joined"
     other = {"file", "parts", "size_mb", "verified"}
     assert {k: v for k, v in about.items() if k not in other} == {
@@ -268,7 +268,7 @@ def test_a_part_that_cannot_be_opened_is_named_with_how_to_make_it(tmp_path: Pat
     whole = begun.with_name(begun.name + ".partial")
     shutil.copy(store.part_path(final, 0), whole)
     with pytest.raises(StoreError, match=missing + "not finished, it has 8 of 8 rows"):
-        store.describe(run)
+        derived.describe(run)
     whole.unlink()
     extract(run, n_parts=4, part=1)
     extract(run, n_parts=4, part=3)
@@ -308,7 +308,7 @@ def test_a_part_that_cannot_be_opened_is_named_with_how_to_make_it(tmp_path: Pat
         r"1 of 43 rows .* first row 13 \(.*13\) in .*000001/embeddings\.h5; make that part anew"
     )
     with pytest.raises(StoreError, match=message):
-        store.describe(run, verify=True)
+        derived.describe(run, verify=True)
 
 
 def test_rows_are_read_from_the_parts_that_have_them(
@@ -799,7 +799,7 @@ def test_a_stopped_run_that_overwrites_goes_on_and_the_old_file_is_not_taken_for
     with monkeypatch.context() as patch:
         patch.setattr(Flaky, "is_away", old == "of failed rows")
         replaced = run(tmp_path / "run", normalize=old == "of other settings")
-    assert (replaced.status == store.Status.FAILED).any() == (old == "of failed rows")
+    assert (replaced.status == layout.Status.FAILED).any() == (old == "of failed rows")
     before = sha256(replaced.path)
     with (
         stopped_after(6),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn.manifold import trustworthiness
 
-from embedx import store
+from embedx import derived, layout, store
 from embedx.compare import compare
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.evaluate import evaluate
@@ -375,7 +375,7 @@ def test_file_says_where_it_comes_from_and_how_it_was_made(tmp_path: Path) -> No
     assert {key: done.attrs[key] for key in expected} == expected
     score = trustworthiness(x.astype(np.float32), done.coords, n_neighbors=15)
     assert done.attrs["trustworthiness"] == pytest.approx(score)
-    reread = store.open_projection(done.path)
+    reread = derived.open_projection(done.path)
     assert np.array_equal(reread.coords, done.coords)
     assert project(tmp_path, method="umap", n_neighbors=10).path == done.path
 
@@ -423,8 +423,8 @@ def test_what_was_made_of_rows_that_were_replaced_since_is_taken_for_none_of_the
     assert made.attrs["parent"] == new.attrs["id"]
     with pytest.raises(StoreError, match=r"of rows of .* that have been replaced since"):
         project(path, method="pca")
-    assert store.projections_of(new) == []
-    assert store.describe(path)["projections"] == []
+    assert derived.projections_of(new) == []
+    assert derived.describe(path)["projections"] == []
     assert compare([tmp_path], out=tmp_path / "compared").table[0]["knn_accuracy"] == 1.0
     assert np.flatnonzero(np.isnan(project(path, method="pca", overwrite=True).coords[:, 0])) == (
         pytest.approx([3, 8])
@@ -459,7 +459,7 @@ def test_maps_beside_a_run_are_listed_without_reading_them_and_the_damaged_ones_
         raise AssertionError("read a map for its name")
 
     monkeypatch.setattr(store, "open_projection", fail)
-    about = store.describe(tmp_path)
+    about = derived.describe(tmp_path)
     assert about["projections"] == sorted(done.name for done in good)
     first, second = about["damaged projections"]
     assert first.startswith("note-1 (")
@@ -480,16 +480,16 @@ def test_chosen_maps_come_in_the_order_they_were_chosen_each_once(
     )
     monkeypatch.chdir(tmp_path)
     chosen = [third.name, f"elsewhere/{first.path.name}", "pca", str(first.path)]
-    found = store.projections_of(opened, chosen)
+    found = derived.projections_of(opened, chosen)
     assert [done.name for done in found] == [third.name, first.name, second.name]
-    everything = [done.name for done in store.projections_of(opened)]
+    everything = [done.name for done in derived.projections_of(opened)]
     assert everything == sorted([second.name, third.name])
 
 
 def test_unfinished_or_missing_embeddings_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"there is no .*; make it with: python -m embedx extract"):
         project(tmp_path, method="pca")
-    field = store.embeddings_field("avgpool", n_features=2, dtype=np.dtype("f4"), attrs={})
+    field = layout.embeddings_field("avgpool", n_features=2, dtype=np.dtype("f4"), attrs={})
     writer = store.create(
         tmp_path / "embeddings.h5", ids=["a", "b"], fields=[field], attrs={"id": "x"}
     )
@@ -724,9 +724,9 @@ def test_a_parameter_may_have_the_name_of_an_attribute_of_the_file(tmp_path: Pat
 
     path = embeddings_file(tmp_path, clusters(30)[0])
     done = project(path, method=own, format="f", version=7, file="elsewhere")
-    kept = json.loads(store.open_projection(done.path).attrs["settings"])
+    kept = json.loads(derived.open_projection(done.path).attrs["settings"])
     assert (kept["format"], kept["version"]) == ("f", 7)
-    assert store.describe(done.path)["file"] == str(done.path)
+    assert derived.describe(done.path)["file"] == str(done.path)
 
 
 def test_a_seed_of_ones_own_method_is_kept_by_whichever_name_and_none_is_one_too(
@@ -929,7 +929,7 @@ PLACE = (
 )
 
 
-def placed_elsewhere(path: Path, source: Path) -> store.Projection:
+def placed_elsewhere(path: Path, source: Path) -> derived.Projection:
     """Rows placed by another process, which has the files alone."""
     import subprocess
     import sys
@@ -940,7 +940,7 @@ def placed_elsewhere(path: Path, source: Path) -> store.Projection:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert source.read_bytes() == before
     (found,) = (path.parent / "projections").glob("*.h5")
-    return store.open_projection(found)
+    return derived.open_projection(found)
 
 
 @pytest.mark.slow
@@ -1051,7 +1051,7 @@ def test_what_cannot_be_placed_is_refused_in_one_line(tmp_path: Path) -> None:
         (new, own, "rows can be placed in maps of pca, tsne, umap that were fitted, and this"),
         (run_of(tmp_path / "third", x), placed, "rows can be placed in maps of pca, tsne, umap"),
         (new, dense, "densMAP cannot place new rows"),
-        (new, store.open_projection(empty), "rows can be placed in maps of"),
+        (new, derived.open_projection(empty), "rows can be placed in maps of"),
         (other["weights_sha256"], the_map, "is a map of rows with weights_sha256 w, and"),
         (other["preprocess"], the_map, "is a map of rows with preprocess p, and"),
         (other["revisions"], the_map, "is a map of rows with revisions [1, 1, 1], and"),
@@ -1112,7 +1112,7 @@ def test_a_file_whose_state_cannot_be_is_refused_in_one_line(
     projection_file(old, "pca-frame", x[:, :2])
     the_map = project(old, method="pca", **options)
     state = {key: array for key, array in {**the_map.state, **change}.items() if array is not None}
-    store.write_projection(
+    derived.write_projection(
         the_map.path, coords=the_map.coords, ids=the_map.ids, attrs=the_map.attrs, state=state
     )
     with pytest.raises(DataError) as caught:
@@ -1336,7 +1336,7 @@ def test_rows_are_not_placed_in_a_map_of_other_dimensions_than_its_method_makes(
     path = embeddings_file(tmp_path / "a", x)
     source = project(path, method=method)
     wide = np.random.default_rng(0).normal(size=(60, 30)).astype(np.float32)
-    store.write_projection(
+    derived.write_projection(
         source.path, coords=wide, ids=source.ids, attrs=source.attrs, state=source.state
     )
     new = embeddings_file(tmp_path / "b", x + 1, id="b")

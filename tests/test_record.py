@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import embedx
-from embedx import store
+from embedx import layout, store
 from embedx.errors import ConfigError, DataError, InUseError, LayerError, StoreError
 from embedx.record import Recorder
 
@@ -582,8 +582,8 @@ def test_a_recording_without_rows_is_not_joined_and_not_in_the_way(tmp_path: Pat
         ids=None,
         n_rows=8,
         fields=[
-            store.embeddings_field("0", n_features=6, dtype=np.dtype("f4"), attrs={}),
-            store.Field("ids", (), np.dtype("S9")),
+            layout.embeddings_field("0", n_features=6, dtype=np.dtype("f4"), attrs={}),
+            layout.Field("ids", (), np.dtype("S9")),
         ],
         attrs={"id": "x", "first_row": 0},
     )

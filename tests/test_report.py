@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedx import report, store
+from embedx import derived, report, store
 from embedx.errors import ConfigError, DataError
 from embedx.export import export
 from embedx.figures import PALETTE
@@ -113,7 +113,7 @@ def test_a_report_holds_each_row_its_places_and_its_nearest_rows(tmp_path: Path)
     assert data["ids"] == [opened.ids[i] for i in rows]
     assert len(rows) == 58
     for shown in data["maps"]:
-        projection = store.projections_of(opened, [shown["name"]])[0]
+        projection = derived.projections_of(opened, [shown["name"]])[0]
         coords = floats(shown["coords"]).reshape(-1, shown["dims"])
         assert np.array_equal(coords, projection.coords[rows])
     columns = {column["name"]: column for column in data["columns"]}

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import embedx
-from embedx import ready_made, store
+from embedx import derived, ready_made, store
 from embedx.errors import ConfigError, DataError, DependencyError, EmbedxError, StoreError
 from embedx.search import search
 from tests.conftest import ROOT, embeddings_file, sha256
@@ -536,14 +536,14 @@ def test_replacing_embeddings_removes_what_was_found_in_them(tmp_path: Path) -> 
     found = search(path)
     (tmp_path / "neighbors" / "notes.txt").write_text("mine")
     (tmp_path / "neighbors" / "mine.json").write_text("[1]")
-    store.remove_derived(tmp_path, "another")
+    derived.remove_derived(tmp_path, "another")
     assert all(file.exists() for file in found.paths)
-    store.remove_derived(tmp_path, "one")
+    derived.remove_derived(tmp_path, "one")
     assert {file.name for file in (tmp_path / "neighbors").iterdir()} == {"notes.txt", "mine.json"}
     search(path)
     for name in ("notes.txt", "mine.json"):
         (tmp_path / "neighbors" / name).unlink()
-    store.remove_derived(tmp_path, "one")
+    derived.remove_derived(tmp_path, "one")
     assert not (tmp_path / "neighbors").exists()
 
 
@@ -658,7 +658,7 @@ def test_no_picture_and_changed_weights_are_one_line(tiny: Here, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "target", ["mine.make", "embedx.store.remove_export", "embedx.models.Model", 3, None]
+    "target", ["mine.make", "embedx.derived.remove_export", "embedx.models.Model", 3, None]
 )
 def test_code_that_a_file_names_is_not_run(target: Any, tiny: Here, tmp_path: Path) -> None:
     import yaml

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embedx import store
+from embedx import derived, layout, store
 from embedx.disk import DiskIO
 from embedx.errors import InUseError, StoreError
-from embedx.store import Field, Status
+from embedx.layout import Field, Status
 from tests.conftest import sha256
 
 N_ROWS = 23
@@ -32,7 +32,7 @@ WIDTH = 5
 
 def fields() -> list[Field]:
     return [
-        store.embeddings_field(
+        layout.embeddings_field(
             "layer/a.b", n_features=WIDTH, dtype=np.dtype("f4"), attrs={"layer": "layer/a.b"}
         ),
         Field("outputs/predicted", (), np.dtype("i4")),
@@ -265,12 +265,12 @@ def test_resuming_with_other_settings_is_refused_with_both_values(tmp_path: Path
 
 
 def test_texts_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
-    assert store.encode_texts(["ab", "é"], what="the id").tolist() == [b"ab", "é".encode()]
-    assert store.encode_texts(["\udcff"], what="the id").tolist() == [b"\\udcff"]
+    assert layout.encode_texts(["ab", "é"], what="the id").tolist() == [b"ab", "é".encode()]
+    assert layout.encode_texts(["\udcff"], what="the id").tolist() == [b"\\udcff"]
     with pytest.raises(StoreError, match="has 1025 bytes, and at most 1024"):
-        store.encode_texts(["x" * 1025], what="the id")
+        layout.encode_texts(["x" * 1025], what="the id")
     with pytest.raises(StoreError, match="holds a NUL"):
-        store.encode_texts(["a\0b"], what="the id")
+        layout.encode_texts(["a\0b"], what="the id")
 
 
 def test_a_flipped_bit_is_found_and_its_row_named(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_flipped_bit_is_found_and_its_row_named(tmp_path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
     assert store.open(path).verify() == [4]
     with pytest.raises(StoreError, match="1 of 23 rows do not match their checksum, first row 4"):
-        store.describe(path, verify=True)
+        derived.describe(path, verify=True)
 
 
 def test_a_changed_byte_outside_the_rows_is_refused_before_hdf5_parses_it(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_changed_byte_outside_the_rows_is_refused_before_hdf5_parses_it(tmp_pa
         changed = data.copy()
         changed[at] ^= 1 << rng.integers(8)
         path.write_bytes(changed.tobytes())
-        for opened in (store.open, store.read_items, store.describe):
+        for opened in (store.open, store.read_items, derived.describe):
             with pytest.raises(StoreError, match="outside its rows have changed|not an HDF5 file"):
                 opened(path)
     for name in rows:
@@ -317,7 +317,7 @@ def test_a_changed_byte_outside_the_rows_is_refused_before_hdf5_parses_it(tmp_pa
 
 
 def test_a_projection_with_a_changed_byte_is_refused(tmp_path: Path) -> None:
-    path = store.write_projection(
+    path = derived.write_projection(
         tmp_path / "pca-1.h5",
         coords=np.ones((3, 2)),
         ids=list("abc"),
@@ -328,7 +328,7 @@ def test_a_projection_with_a_changed_byte_is_refused(tmp_path: Path) -> None:
     for at in range(8, len(good) - 8, 37):
         path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
         with pytest.raises(StoreError, match="bytes outside its rows have changed"):
-            store.open_projection(path)
+            derived.open_projection(path)
         n += 1
     assert n > 50
 
@@ -353,7 +353,7 @@ def test_a_footer_that_lies_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     size = len(whole)
     for regions in ([(0, size - 40)], [(5000, 10), (4000, 10)], [(size, 1)], [(2**64 - 1, 2)]):
-        path.write_bytes(whole + store._footer(0, regions))
+        path.write_bytes(whole + layout.footer(0, regions))
         with pytest.raises(StoreError, match="outside its rows have changed"):
             store.open(path)
     body = struct.pack("<QI", 2**60, 0)
@@ -369,7 +369,7 @@ def test_an_unfinished_file_under_a_final_name_is_not_taken_for_whole(tmp_path: 
     writer.commit()
     writer.close()
     store.partial_path(path).rename(path)
-    for opened in (store.open, store.Embeddings, store.describe):
+    for opened in (store.open, store.Embeddings, derived.describe):
         with pytest.raises(StoreError, match=r"is not finished, 7 of 23 .* embeddings.h5.partial"):
             opened(path)
 
@@ -465,26 +465,26 @@ def test_files_of_something_else_are_said_to_be_so(tmp_path: Path) -> None:
             store.open(path)
         assert "\n" not in str(caught.value)
     with pytest.raises(StoreError, match="not an embedx-projection file"):
-        store.open_projection(good)
+        derived.open_projection(good)
 
 
 def test_a_projection_reads_back_as_written(tmp_path: Path) -> None:
     coords = np.array([[1, 2], [np.nan, np.nan], [3, 4]], dtype="f4")
-    path = store.write_projection(
+    path = derived.write_projection(
         tmp_path / "projections" / "pca-123456.h5",
         coords=coords,
         ids=["a", "b", "ç"],
         attrs={"id": "x", "parent": "p", "method": "pca", "layer": "a", "seed": 0},
         state={"mean": np.arange(3.0)},
     )
-    opened = store.open_projection(path)
+    opened = derived.open_projection(path)
     np.testing.assert_array_equal(opened.coords, coords)
     assert opened.ids == ["a", "b", "ç"]
     assert (opened.name, opened.attrs["method"]) == ("pca-123456", "pca")
     np.testing.assert_array_equal(opened.state["mean"], np.arange(3.0))
     before = path.read_bytes()
     time.sleep(1.1)  # HDF5 stores times in seconds, where it stores them
-    store.write_projection(
+    derived.write_projection(
         path,
         coords=coords,
         ids=["a", "b", "ç"],
@@ -499,21 +499,21 @@ def test_a_file_of_arrays_reads_back_as_written_and_no_other_format_is_taken_for
 ) -> None:
     path = tmp_path / "neighbors-1.h5"
     arrays = {"a": np.arange(6, dtype="i4").reshape(2, 3), "b": np.ones((2, 1), "f4")}
-    store.write_arrays(
-        path, format=store.NEIGHBORS_FORMAT, attrs={"parent": "p", "k": 3}, arrays=arrays
+    layout.write_arrays(
+        path, format=layout.NEIGHBORS_FORMAT, attrs={"parent": "p", "k": 3}, arrays=arrays
     )
-    attrs, read = store.read_arrays(path, format=store.NEIGHBORS_FORMAT, names=["b", "a"])
+    attrs, read = layout.read_arrays(path, format=layout.NEIGHBORS_FORMAT, names=["b", "a"])
     assert (attrs["parent"], attrs["k"]) == ("p", 3)
     assert list(read) == ["b", "a"]
     for name, array in read.items():
         assert array.dtype == arrays[name].dtype
         np.testing.assert_array_equal(array, arrays[name])
     with pytest.raises(StoreError, match="is not an embedx-projection file"):
-        store.open_projection(path)
+        derived.open_projection(path)
     with pytest.raises(StoreError, match="the dataset c is missing"):
-        store.read_arrays(path, format=store.NEIGHBORS_FORMAT, names=["c"])
+        layout.read_arrays(path, format=layout.NEIGHBORS_FORMAT, names=["c"])
     with pytest.raises(StoreError, match="not an embedx-neighbors file"):
-        store.read_arrays(finished(tmp_path / "embeddings.h5"), format=store.NEIGHBORS_FORMAT)
+        layout.read_arrays(finished(tmp_path / "embeddings.h5"), format=layout.NEIGHBORS_FORMAT)
 
 
 def test_the_neighbours_of_replaced_embeddings_go_and_those_of_others_stay(tmp_path: Path) -> None:
@@ -521,9 +521,11 @@ def test_the_neighbours_of_replaced_embeddings_go_and_those_of_others_stay(tmp_p
         tmp_path / f"neighbors-{name}.h5" for name in ("own", "other", "foreign")
     )
     for path, parent in ((own, "p"), (other, "q")):
-        store.write_arrays(path, format=store.NEIGHBORS_FORMAT, attrs={"parent": parent}, arrays={})
+        layout.write_arrays(
+            path, format=layout.NEIGHBORS_FORMAT, attrs={"parent": parent}, arrays={}
+        )
     foreign.write_text("not ours")
-    store.remove_derived(tmp_path, "p")
+    derived.remove_derived(tmp_path, "p")
     assert sorted(tmp_path.iterdir()) == [foreign, other]
 
 
@@ -531,7 +533,7 @@ def test_rows_may_all_be_without_a_label(tmp_path: Path) -> None:
     writer = store.create(
         tmp_path / "embeddings.h5",
         ids=["a", "b"],
-        fields=[store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
+        fields=[layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
         attrs={"id": "0"},
         labels=np.array([-1, -1]),
         label_names=[],
@@ -545,7 +547,7 @@ def test_labels_that_come_with_the_rows_are_numbers_or_names(
     tmp_path: Path, names: list[str]
 ) -> None:
     path = tmp_path / "embeddings.h5"
-    x = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    x = layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
     labels = np.array([2, -1, 0, 2], "i4")
     writer = store.create(
         path,
@@ -566,7 +568,7 @@ def test_labels_that_come_with_the_rows_are_numbers_or_names(
     texts = ["c", "", "a", "c"] if names else ["2", "", "0", "2"]
     assert opened.label_texts() == texts
     assert opened.to_pandas()["label"].tolist() == texts
-    assert store.describe(path)["labels"] == ("3 classes" if names else "2 classes")
+    assert derived.describe(path)["labels"] == ("3 classes" if names else "2 classes")
     with path.open("r+b") as file:  # a label is guarded as the rest of its row is
         file.seek(writer._offsets["labels"] + 2 * 4)
         file.write(b"\x01")
@@ -578,7 +580,7 @@ def test_large_numbers_as_labels_cost_nothing(tmp_path: Path) -> None:
         tmp_path / "embeddings.h5",
         ids=["a", "b"],
         fields=[
-            store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={}),
+            layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={}),
             Field("labels", (), np.dtype("i4")),
         ],
         attrs={"id": "0"},
@@ -592,12 +594,12 @@ def test_what_each_item_was_can_be_read_before_its_row_is_written(tmp_path: Path
     path = tmp_path / "embeddings.h5"
     ids = ["a", "\udcff", "c"]
     hashes = np.array([1, 2**64 - 1, 3], np.uint64)
-    field = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    field = layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
     store.create(path, ids=ids, fields=[field], attrs={"id": "0"}, item_hashes=hashes).close()
     partial = store.partial_path(path)
     assert store.Embeddings(partial).ids == []
     got, kept = store.read_items(partial)
-    assert got == store.stored_texts(ids) == ["a", "\\udcff", "c"]
+    assert got == layout.stored_texts(ids) == ["a", "\\udcff", "c"]
     assert kept is not None
     assert kept.tolist() == hashes.tolist()
     assert store.read_items(finished(tmp_path / "without" / "embeddings.h5"))[1] is None
@@ -618,7 +620,7 @@ def test_pandas_gets_one_row_a_sample(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_called_as_another_one_takes_no_place_in_pandas(tmp_path: Path) -> None:
-    field = store.embeddings_field("a", n_features=2, dtype=np.dtype("f4"), attrs={})
+    field = layout.embeddings_field("a", n_features=2, dtype=np.dtype("f4"), attrs={})
     columns = {"label": [7, 8], "status": [9, 9], "label_": [5, 6], "a[1]": [3, 4]}
     with contextlib.closing(
         store.create(
@@ -632,7 +634,7 @@ def test_a_column_that_is_called_as_another_one_takes_no_place_in_pandas(tmp_pat
         )
     ) as writer:
         rows = np.arange(4, dtype="f4").reshape(2, 2)
-        writer.append({field.name: rows}, status=np.array([store.Status.OK, store.Status.FAILED]))
+        writer.append({field.name: rows}, status=np.array([layout.Status.OK, layout.Status.FAILED]))
         writer.finish()
     frame = store.open(tmp_path).to_pandas()
     assert frame[["label", "status"]].to_numpy().tolist() == [["dog", "ok"], ["cat", "failed"]]
@@ -676,7 +678,7 @@ def test_reasons_are_read_whatever_the_ids_hold_and_torn_lines_are_passed_over(
 ) -> None:
     path = tmp_path / "embeddings.h5"
     ids = ["a\u2028b", "c\x85\n", "\udcff"]
-    field = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    field = layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
     writer = store.create(path, ids=ids, fields=[field], attrs={"id": "0"})
     reasons = {i: (name, "x") for i, name in enumerate(ids)}
     rows = {field.name: np.zeros((3, 1), "f4")}
@@ -711,7 +713,7 @@ def test_columns_may_have_any_name(tmp_path: Path) -> None:
     writer = store.create(
         tmp_path / "embeddings.h5",
         ids=["a"],
-        fields=[store.embeddings_field("..", n_features=1, dtype=np.dtype("f4"), attrs={})],
+        fields=[layout.embeddings_field("..", n_features=1, dtype=np.dtype("f4"), attrs={})],
         attrs={"id": "0"},
         metadata={name: np.array([i]) for i, name in enumerate(names)},
     )
@@ -724,7 +726,7 @@ def test_columns_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_columns_of_another_length_and_equal_ids_are_refused(tmp_path: Path) -> None:
-    field = store.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
+    field = layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
     for ids, options, message in [
         (["a", "b"], {"labels": np.zeros(3), "label_names": ["q"]}, "labels has 3 values for 2"),
         (["a", "b"], {"metadata": {"k": ["x"]}}, "k has 1 values for 2 rows"),
@@ -806,7 +808,7 @@ def test_a_file_with_wrong_values_is_refused_in_one_line(
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.h5")
     with pytest.raises(StoreError, match="is not an HDF5 file"):
-        store.open_projection(tmp_path / "x.h5")
+        derived.open_projection(tmp_path / "x.h5")
 
 
 def test_random_damage_never_shows_a_traceback(tmp_path: Path) -> None:
@@ -1070,17 +1072,17 @@ def test_texts_are_encoded_and_told_apart_by_blocks(
         patch.setattr(store, "_TEXTS", block)
         # Texts may have the hash of others.
         patch.setattr(store, "hash", lambda v: hash(v) % n_hashes, raising=False)
-        encoded = store.encode_texts(values, what="the id")
+        encoded = layout.encode_texts(values, what="the id")
         stored = [value.encode("utf-8", "backslashreplace") for value in values]
         assert encoded.tolist() == stored
         assert encoded.dtype.itemsize == max(1, *map(len, stored), 1)
-        assert store._are_unique(encoded) == (len(set(stored)) == len(stored))
+        assert layout.are_unique(encoded) == (len(set(stored)) == len(stored))
 
 
 def test_ids_take_little_more_room_than_their_bytes(tmp_path: Path) -> None:
     n = 200_000
     ids = [f"train/class_{i % 1000:04d}/{i:012d}.jpg" for i in range(n)]
-    field = store.embeddings_field("a", n_features=1, dtype=np.dtype("f4"), attrs={})
+    field = layout.embeddings_field("a", n_features=1, dtype=np.dtype("f4"), attrs={})
     tracemalloc.start()
     try:
         writer = store.create(tmp_path / "x.h5", ids=ids, fields=[field], attrs={"id": "x"})

@@ -31,10 +31,10 @@ import h5py
 import numpy as np
 import pytest
 
-from embedx import store
+from embedx import layout, store
 from embedx.disk import DiskIO, replace_file
 from embedx.errors import InUseError, StoreError
-from embedx.store import Field, Status
+from embedx.layout import Field, Status
 from tests.conftest import EXHAUSTIVE, sha256
 
 N_ROWS = 60
@@ -53,8 +53,8 @@ def fields() -> tuple[Field, ...]:
     """Rows of 1,200 bytes cross pages, those of 74 sectors, and no row has a page of its own."""
     attrs = {"layer": "x"}
     return (
-        store.embeddings_field("wide", n_features=300, dtype=np.dtype("f4"), attrs=attrs),
-        store.embeddings_field("odd", n_features=37, dtype=np.dtype("f2"), attrs=attrs),
+        layout.embeddings_field("wide", n_features=300, dtype=np.dtype("f4"), attrs=attrs),
+        layout.embeddings_field("odd", n_features=37, dtype=np.dtype("f2"), attrs=attrs),
         Field("outputs/predicted", (), np.dtype("i4")),
     )
 
@@ -623,8 +623,8 @@ class ReasonsNotSynced(RecordingDisk):
 
 def _unchecked_record(page: bytes, *, n_rows: int, run: bytes) -> Any:
     body = page[:52]
-    magic, *values = store._RECORD.unpack(body)
-    return store._Record(*values) if magic == MAGIC and values[1] <= n_rows else None
+    magic, *values = layout._RECORD.unpack(body)
+    return layout.Record(*values) if magic == MAGIC and values[1] <= n_rows else None
 
 
 MUTANTS = [NoFirstBarrier, NoSync, NoFolderSync, OneRecord, NamedTooEarly, ReasonsNotSynced]
@@ -1085,7 +1085,7 @@ def test_a_file_replaced_while_it_is_opened_is_not_read_with_the_places_of_the_o
     new = store.create(
         tmp_path / "new" / NAME,
         ids=["a"],
-        fields=[store.embeddings_field("x", n_features=2, dtype=np.dtype("f4"), attrs={})],
+        fields=[layout.embeddings_field("x", n_features=2, dtype=np.dtype("f4"), attrs={})],
         attrs={"id": "new", "config": "c" * 40_000},
     )
     new.append({"embeddings/x": np.ones((1, 2), "f4")}, status=np.ones(1))
@@ -1130,7 +1130,7 @@ def test_a_reader_takes_both_commit_records_of_one_moment(tmp_path: Path) -> Non
                 torn[writer._sequence % 2, 20:] = 0
             return torn.tobytes()
 
-    record = store._newest_record(Racing(), n_rows=N_ROWS, run=writer._run)  # type: ignore[arg-type]
+    record = layout.newest_record(Racing(), n_rows=N_ROWS, run=writer._run)  # type: ignore[arg-type]
     assert record is not None
     assert record.rows_done == writer.rows_done == 2 * BATCH
     writer.close()
@@ -1224,7 +1224,7 @@ def test_a_full_disk_is_said_in_one_line_before_work_starts_and_leaves_nothing(
         store.create(
             small_disk / NAME,
             ids=["a"],
-            fields=[store.embeddings_field("x", n_features=10**7, dtype=np.dtype("f4"), attrs={})],
+            fields=[layout.embeddings_field("x", n_features=10**7, dtype=np.dtype("f4"), attrs={})],
             attrs={"id": "0"},
         )
     Job().run(small_disk / NAME, DiskIO())

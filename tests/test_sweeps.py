@@ -16,7 +16,7 @@ import pytest
 from hydra.errors import MissingConfigException
 from PIL import Image
 
-from embedx import cli, store
+from embedx import cli, derived, store
 from embedx.configs import Configs
 from embedx.threads import n_threads
 from tests.conftest import EXHAUSTIVE, Run, embeddings_file
@@ -227,7 +227,7 @@ def test_jobs_side_by_side_share_the_processors(
     done = run(*words, "hydra.launcher.n_jobs=2")
     assert (done.returncode, done.stderr) == (0, "")
     paths = list((home / "outputs" / "a" / "projections").glob("*.h5"))
-    threads = {store.open_projection(path).attrs["threads"] for path in paths}
+    threads = {derived.open_projection(path).attrs["threads"] for path in paths}
     assert len(paths) == 2
     assert threads == {max(1, joblib.cpu_count() // 2)}
 
@@ -257,7 +257,7 @@ def test_sweeps_at_once_do_not_collide(home: Path) -> None:
         assert (process.returncode, err) == (0, ""), out
     assert len(maps(home)) == 5
     for path in (home / "outputs" / "a" / "projections").glob("*.h5"):
-        assert store.open_projection(path).coords.shape == (60, 2)
+        assert derived.open_projection(path).coords.shape == (60, 2)
     assert left_over(home) == []
 
 

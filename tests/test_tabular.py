@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedx import store, tabular
+from embedx import derived, store, tabular
 from embedx.errors import ConfigError, DataError, DependencyError, StoreError
 from embedx.export import export
 from tests.conftest import embeddings_file, projection_file
@@ -113,7 +113,7 @@ def test_the_atlas_holds_what_embedding_atlas_asks_for_row_by_row(
     assert got["label"] == [None if i % 7 == 0 else f"class {i % 3}" for i in kept]
     assert got["note"] == [f"=note {i}" for i in kept]
     assert got["score"] == [None if i % 5 == 0 else i / 7 for i in kept]
-    solid, flat = (p.coords[kept] for p in store.projections_of(opened))
+    solid, flat = (p.coords[kept] for p in derived.projections_of(opened))
     np.testing.assert_array_equal(np.array([got["x"], got["y"]], np.float32).T, flat)
     names = ("x_pca-1", "y_pca-1", "z_pca-1")
     np.testing.assert_array_equal(np.array([got[n] for n in names], np.float32).T, solid)
@@ -284,7 +284,7 @@ def test_a_csv_table_reads_back_as_what_was_stored(
     assert [row["width"] for row in rows] == [str(2 * i) for i in kept]
     scores = [float(row["score"]) if row["score"] else None for row in rows]
     assert scores == [None if i % 5 == 0 else i / 7 for i in kept]
-    flat = store.projections_of(store.open(path))[1].coords
+    flat = derived.projections_of(store.open(path))[1].coords
     for row, i in zip(rows, kept, strict=True):
         there = [row["x_umap-2"], row["y_umap-2"]]
         expected = ["", ""] if i == UNPLACED else [str(v) for v in flat[i]]
@@ -307,7 +307,7 @@ def test_a_parquet_table_has_a_list_a_layer_and_the_scores_of_each_row(
     x = points_of(6, 4).astype(dtype)
     path = embeddings_file(tmp_path, {"a/b": x}, failed=[2], dtype=dtype)
     share = np.array([0, 0.5, np.nan, 1, 0.25, 0.75], np.float32)
-    store.write_projection(
+    derived.write_projection(
         tmp_path / "projections" / "umap-1.h5",
         coords=points_of(6, 2),
         ids=store.open(path).ids,
@@ -363,7 +363,7 @@ def test_npz_loads_without_pickle_as_what_was_stored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got["metadata/score"], opened.metadata["score"][kept])
     for name, x in (("pool", points_of(N)), ("fc:input", points_of(N, 3, seed=2))):
         np.testing.assert_array_equal(got[f"embeddings/{name}"], x[kept])
-    for projection in store.projections_of(opened):
+    for projection in derived.projections_of(opened):
         np.testing.assert_array_equal(
             got[f"projections/{projection.name}"], projection.coords[kept]
         )
@@ -451,7 +451,7 @@ def test_an_export_that_a_user_changed_is_neither_replaced_nor_removed(
     with pytest.raises(ConfigError, match="was changed since; move it, or choose another out=FILE"):
         export(path, **options)
     file_id = str(store.open(path).attrs["id"])
-    store.remove_derived(tmp_path, file_id)
+    derived.remove_derived(tmp_path, file_id)
     assert mine.read_bytes() == before
 
 
@@ -462,7 +462,7 @@ def test_an_export_that_is_removed_with_its_rows_is_said(
     path = run_with_all(tmp_path)
     mine = export(path, **options)
     caplog.set_level(logging.INFO, logger="embedx")
-    store.remove_derived(tmp_path, str(store.open(path).attrs["id"]))
+    derived.remove_derived(tmp_path, str(store.open(path).attrs["id"]))
     assert not mine.exists()
     assert not list(tmp_path.glob(".*.sha256"))
     assert "removed what was made of the rows that are replaced" in caplog.text
@@ -481,7 +481,7 @@ def test_out_is_a_file_or_a_folder(tmp_path: Path, options: dict[str, Any], name
         export(path, out=tmp_path / "mine.txt", **options)
     assert not (tmp_path / "run" / name).exists()
     for made in (file, tmp_path / "new/deep" / name):
-        assert store.is_export_table(made)
+        assert derived.is_export_table(made)
 
 
 @pytest.mark.parametrize(
@@ -527,12 +527,12 @@ def test_exports_of_replaced_embeddings_go_and_files_of_others_stay(tmp_path: Pa
     path = run_with_all(tmp_path)
     for options, _ in EXPORTS:
         export(path, **options)
-    assert {name for _, name in EXPORTS} == set(store.EXPORT_TABLES)
-    store.remove_derived(tmp_path, "one")
+    assert {name for _, name in EXPORTS} == set(derived.EXPORT_TABLES)
+    derived.remove_derived(tmp_path, "one")
     assert not [name for _, name in EXPORTS if (tmp_path / name).exists()]
     for _, name in EXPORTS:
         foreign(tmp_path / name)
-    store.remove_derived(tmp_path, "one")
+    derived.remove_derived(tmp_path, "one")
     assert all((tmp_path / name).is_file() for _, name in EXPORTS)
 
 

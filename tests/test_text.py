@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import embedx
-from embedx import inputs, models, store, text_data
+from embedx import inputs, layout, models, store, text_data
 from embedx.columns import TEXT_BYTES_MOST
 from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, LayerError, ModelError
 from embedx.models import Model
@@ -246,7 +246,7 @@ def test_a_text_that_cannot_be_read_fails_alone(tiny: Model, tmp_path: Path) -> 
     good = embedx.extract(tiny, TEXTS, batch_size=2, out=tmp_path / "good")
     run = embedx.extract(tiny, source, batch_size=2, out=tmp_path / "run")
     bad = [0, 3, 64, 65, *range(100, 110), 149]
-    assert np.flatnonzero(run.status == store.Status.FAILED).tolist() == bad
+    assert np.flatnonzero(run.status == layout.Status.FAILED).tolist() == bad
     (rows,), (expected,) = run.embeddings.values(), good.embeddings.values()
     assert np.isnan(rows[bad]).all()
     others = np.setdiff1d(np.arange(150), bad)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedx import store
+from embedx import derived, store
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.figures import NONE, OTHER, PALETTE, PALETTE_BESIDE_OTHER, THEMES
 from embedx.view import view
@@ -181,12 +181,12 @@ def test_maps_of_one_method_are_told_apart_by_their_layers_where_those_differ(
 ) -> None:
     xy, labels = blobs(30, 3)
     path = make_run(tmp_path, {"tsne": xy}, labels=labels)
-    first = store.open_projection(tmp_path / "projections" / "tsne-000000.h5")
+    first = derived.open_projection(tmp_path / "projections" / "tsne-000000.h5")
     for name, layer in (("tsne-ffffff", "hidden"), ("umap-ffffff", "avgpool")):
         attrs = {**first.attrs, "layer": layer, "method": name.split("-")[0]}
         for key in ("format", "version"):
             del attrs[key]
-        store.write_projection(
+        derived.write_projection(
             tmp_path / "projections" / f"{name}.h5", coords=xy, ids=first.ids, attrs=attrs
         )
     titles = [axes.get_title().split("  ")[0] for axes in draw(path).axes]
@@ -849,7 +849,7 @@ def test_the_note_below_a_map_stands_clear_of_the_name_of_its_axis(
     )
     opened = store.open(path)
     attrs = {"id": "x", "parent": "one", "method": "pca", "layer": "avgpool"}
-    store.write_projection(
+    derived.write_projection(
         tmp_path / "projections" / "pca-000001.h5",
         coords=xy,
         ids=opened.ids,
@@ -938,9 +938,9 @@ def test_facets_of_several_maps_lie_a_line_a_map_and_shade_what_is_many(tmp_path
 def test_each_map_of_many_facets_begins_a_line_and_says_what_it_is_once(tmp_path: Path) -> None:
     xy, labels = blobs(180, 9)
     path = make_run(tmp_path, {"umap": xy}, labels=labels)
-    first = store.open_projection(tmp_path / "projections" / "umap-000000.h5")
+    first = derived.open_projection(tmp_path / "projections" / "umap-000000.h5")
     attrs = {key: value for key, value in first.attrs.items() if key not in ("format", "version")}
-    store.write_projection(
+    derived.write_projection(
         tmp_path / "projections" / "pca-ffffff.h5",
         coords=xy,
         ids=first.ids,
@@ -1122,7 +1122,7 @@ def test_pictures_of_two_columns_never_have_one_name(tmp_path: Path) -> None:
     assert len(made) == len(names)
     assert {f"map-umap-000000-{name}-by-{name}.png" for name in ("a_b", "plain")} < made
     assert max(map(len, made)) < 200
-    store.remove_derived(tmp_path, "one")
+    derived.remove_derived(tmp_path, "one")
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -1134,7 +1134,7 @@ def test_pictures_of_a_replaced_file_go_with_it_in_both_formats(tmp_path: Path) 
     mine = tmp_path / "map-mine.svg"
     mine.write_text("<svg/>")
     assert len(list(tmp_path.glob("map-umap*"))) == 2
-    store.remove_derived(tmp_path, "one")
+    derived.remove_derived(tmp_path, "one")
     assert list(tmp_path.glob("map*")) == [mine]
 
 
@@ -1257,8 +1257,8 @@ def test_missing_or_stale_projection_is_refused_in_one_line(tmp_path: Path) -> N
     path = make_run(tmp_path, {"umap": xy}, labels=labels)
     with pytest.raises(StoreError, match="there is no projection 'pca'"):
         view(path, projections=["pca"])
-    present = store.open_projection(tmp_path / "projections" / "umap-000000.h5")
-    store.write_projection(
+    present = derived.open_projection(tmp_path / "projections" / "umap-000000.h5")
+    derived.write_projection(
         present.path, coords=xy, ids=present.ids, attrs={**present.attrs, "parent": "other"}
     )
     with pytest.raises(StoreError, match="belongs to other embeddings"):
