@@ -54,7 +54,7 @@ def from_texts(texts: Sequence[str]) -> Column:
     elif all(text in _BOOLEANS for text in present):
         if len(present) == len(texts):
             return np.array([_BOOLEANS[text] for text in texts], bool)
-    elif all(_is_number(text) for text in present) and _are_apart(present):
+    elif all(map(_is_number, present)) and not one_number(present):
         return np.array([float(text) if text else np.nan for text in texts], np.float64)
     return list(texts)
 
@@ -63,12 +63,25 @@ def _fits(numbers: Sequence[int]) -> bool:
     return min(numbers) >= -(2**63) and max(numbers) < 2**63
 
 
-def _are_apart(texts: Sequence[str]) -> bool:
-    """Whether numbers that are written otherwise are others, but for zeros behind a point."""
-    written = {re.sub(r"\.0*$", "", text) for text in set(texts)}
-    # As text, for -0.0 is written otherwise than 0.0 and equals it; others than finite are words.
-    finite = [text for text in written if text.strip("-")[:1] not in ("i", "I", "n", "N")]
-    return len({repr(float(text or "0")) for text in finite}) == len(finite)
+def one_number(texts: Sequence[str]) -> tuple[str, str] | None:
+    """Two texts that are written otherwise and are one number, but for zeros behind a point.
+
+    Returns:
+        The first two; None where there are none, or not all are numbers or empty.
+    """
+    unique = [text for text in dict.fromkeys(texts) if text]
+    if not all(map(_is_number, unique)):
+        return None
+    seen: dict[str, str] = {}
+    for text in unique:
+        if text.strip("-")[:1] in ("i", "I", "n", "N"):  # words for what is not finite
+            continue
+        written = re.sub(r"\.0*$", "", text)
+        # As text, for -0.0 is written otherwise than 0.0 and equals it.
+        other = seen.setdefault(repr(float(text)), text)
+        if re.sub(r"\.0*$", "", other) != written:
+            return other, text
+    return None
 
 
 def _is_number(text: str) -> bool:

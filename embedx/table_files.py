@@ -19,6 +19,7 @@ from embedx.columns import (
     is_label_name,
     is_text,
     kept,
+    one_number,
     require_fit,
     require_ids,
     require_labels,
@@ -125,6 +126,10 @@ class Table:
         for name in names:
             columns[name], said = kept(self.column(name), name)
             notes += said
+            cells = self._cells[name]
+            is_text = isinstance(cells, list) and isinstance(columns[name], list)
+            if is_text and (same := one_number(cells)):
+                notes.append(f"{name} is kept as texts: {same[0]} and {same[1]} are one number")
         return columns, notes
 
     def passed_over(self, *, taken: str = "") -> list[str]:

@@ -368,3 +368,13 @@ def test_quotation_marks_between_tabs_swallow_no_lines(tmp_path: Path) -> None:
     read = read_table(path.with_suffix(".csv"))
     assert read.texts("text") == ["a\nb", "c,d"]
     assert any("1 row that goes over several lines, the first at line 2" in s for s in read.notes)
+
+
+def test_a_column_of_versions_is_kept_as_texts_and_that_is_told(folder: Path) -> None:
+    path = folder / "versions.csv"
+    path.write_text(
+        "path,version\n" + "".join(f"{n},1.{'1' + '0' * i}\n" for i, n in enumerate(NAMES))
+    )
+    source = table(str(path))
+    assert source.metadata["version"] == [f"1.1{'0' * i}" for i in range(len(NAMES))]
+    assert "version is kept as texts: 1.1 and 1.10 are one number" in source.notes
