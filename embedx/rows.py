@@ -340,8 +340,8 @@ def strangers_to(mask: Tensor | None, inputs: Mapping[str, Any]) -> list[str]:
         if isinstance(given, Tensor)
         and name not in _MASKS
         and (
-            given.ndim > 3  # pictures, films
-            or name in _OF_SOUND
+            # Pictures, films and sound, unless each token of the mask is one.
+            ((given.ndim > 3 or name in _OF_SOUND) and given.shape[:2] != mask.shape)
             or (
                 name in _SECOND_SEQUENCES
                 and not has_own

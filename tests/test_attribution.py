@@ -1779,3 +1779,23 @@ def test_what_is_as_long_as_the_batch_is_no_row_of_a_sample(
 ) -> None:
     with pytest.raises(ShapeError, match=words):
         embedx.extract(OfBatch(kind).eval(), noise(12, 4), batch_size=6, out=tmp_path, **given)
+
+
+def test_a_mask_of_frames_is_that_of_their_tokens(tmp_path: Path) -> None:
+    class Frames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(12, 4)
+
+        def forward(self, frames: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.layer(frames.flatten(2))  # type: ignore[no-any-return]
+
+    model, frames = Frames().eval(), noise(6, 5, 3, 4)
+    mask = torch.arange(5) < torch.tensor([[5], [3], [2], [4], [1], [5]])
+    items = [{"frames": a, "attention_mask": b} for a, b in zip(frames, mask, strict=True)]
+    run = embedx.extract(model, items, layers="layer", pooling="mean_token", out=tmp_path)
+    with torch.no_grad():
+        tokens = model.layer(frames.flatten(2)) * mask[:, :, None]
+    wanted = tokens.sum(1) / mask.sum(1, keepdim=True)
+    assert np.allclose(run.embeddings["layer"], wanted, atol=1e-6)
