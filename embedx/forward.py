@@ -8,7 +8,8 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -326,6 +327,7 @@ class _Forward:
         self._is_checked = False
         self._is_looked_at = self._backward is None and not plan.ablated
         self._is_padding_checked = plan.model.tokenizer is None
+        self._is_within_looked_at = plan.objective is not None or bool(plan.ablated)
         self._may_stop_early = is_known and not plan.save_outputs and self._backward is None
         self._whole: set[tuple[torch.Size, ...]] = set()  # shapes of inputs, less the samples
         self._of_mask: set[str] = set()
@@ -389,6 +391,10 @@ class _Forward:
                 if self._seen.strangers:
                     assert isinstance(inputs, dict)
                     self._require_own_tokens(new, inputs, self._seen.strangers, seed=first)
+            if not self._is_within_looked_at:
+                self._is_within_looked_at = True
+                if not self._memory.first_pass:
+                    self._say_of_padding_within(inputs, output, seed=first)
         self._memory.say_of_zeros(batch)
         odd = not_finite(arrays)
         if self._backward is not None:
@@ -493,6 +499,56 @@ class _Forward:
             output = self._run(_copied(inputs), labels, n)
             _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
         seed_all(seed, plan.device)
+
+    def _say_of_padding_within(self, inputs: Inputs, output: Any, *, seed: int) -> None:
+        """Say where the network masks padding by itself, and where torch treats it otherwise.
+
+        Two more passes of the first batch, of networks with layers that can have a mask.
+        """
+        module, title, rows = self._plan.model.module, self._plan.model.name, self._rows
+        layers = dict(module.named_modules())
+        fused = any(isinstance(layer, nn.TransformerEncoder) for layer in layers.values())
+        takers = rows.mask_takers if rows.mask is None and not self._is_known else []
+        if not fused and not (takers and any(isinstance(x, _MASKED) for x in layers.values())):
+            return
+        masked: list[str] = []
+
+        def entered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if _has_padding(layers[name], args, kwargs):
+                masked.append(name)
+
+        self._got.remove()
+        try:
+            if takers:
+                seed_all(seed, self._plan.device)
+                with (
+                    hooks.watched(module, entered=entered, left=lambda *_: None),
+                    self._autocast(),
+                ):
+                    run_model(module, _copied(inputs), title=title)
+            if fused:
+                seed_all(seed, self._plan.device)
+                with self._autocast(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # nested tensors are a prototype
+                    plain = run_model(module, _copied(inputs), title=title)
+                if output is not None and not _gives_alike(self._plan, plain, output):
+                    log.warning(
+                        "%s gives something else by torch's fused encoder, which is off while "
+                        "layers are looked at: it makes zeros of padding, which a later layer "
+                        "sees; rows are those without it, as in training",
+                        title,
+                    )
+        finally:
+            self._got.set()
+        if masked:
+            log.warning(
+                "%s masks padding by itself, at %s, and which tokens these are is not known here: "
+                "padding counts as tokens in the rows of %s; give an attention_mask with the "
+                "samples, or a pooling of your own",
+                title,
+                masked[0] or "its entrance",
+                ", ".join(takers),
+            )
 
     def _require_own_tokens(
         self, names: Collection[str], inputs: dict[str, Tensor], others: Sequence[str], *, seed: int
@@ -672,6 +728,25 @@ def _copied(inputs: Inputs) -> Inputs:
 def _another(tensor: Tensor) -> Tensor:
     """What may enter a model in the place of a tensor and is another everywhere."""
     return 1 - tensor if tensor.is_floating_point() else (tensor == 0).to(tensor.dtype)
+
+
+_MASKED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.RNNBase)
+_AT = {nn.TransformerEncoder: 2, nn.TransformerEncoderLayer: 2, nn.MultiheadAttention: 3}
+
+
+def _has_padding(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a layer is given a mask of padding, or sequences of several lengths as one."""
+    if isinstance(layer, nn.RNNBase):
+        packed = next((one for one in args if isinstance(one, nn.utils.rnn.PackedSequence)), None)
+        return packed is not None and bool((packed.batch_sizes != packed.batch_sizes[0]).any())
+    if not isinstance(layer, _MASKED):
+        return False
+    place = next(at for kind, at in _AT.items() if isinstance(layer, kind))
+    name = "key_padding_mask" if place == 3 else "src_key_padding_mask"
+    mask = kwargs.get(name, args[place] if len(args) > place else None)
+    if not isinstance(mask, Tensor):
+        return False
+    return bool(mask.any() if mask.dtype == torch.bool else (mask < 0).any())
 
 
 def _asked_for(plan: Plan) -> str:

@@ -1799,3 +1799,48 @@ def test_a_mask_of_frames_is_that_of_their_tokens(tmp_path: Path) -> None:
         tokens = model.layer(frames.flatten(2)) * mask[:, :, None]
     wanted = tokens.sum(1) / mask.sum(1, keepdim=True)
     assert np.allclose(run.embeddings["layer"], wanted, atol=1e-6)
+
+
+class MasksItself(nn.Module):
+    """A network of texts that makes its mask of the ids, as most people write it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 16, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.encoder: nn.Module = nn.TransformerEncoder(layer, 1) if kind == "encoder" else layer
+        if kind == "rnn":
+            self.encoder = nn.GRU(16, 16, batch_first=True)
+        self.head, self.kind = nn.Linear(16, 3), kind
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.kind == "rnn":
+            lengths = (ids != 0).sum(1).cpu()
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False
+            )
+            x, _ = nn.utils.rnn.pad_packed_sequence(self.encoder(packed)[0], batch_first=True)
+        else:
+            x = self.encoder(x, src_key_padding_mask=ids == 0)
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("kind", ["encoder", "layer", "rnn"])
+def test_a_network_that_masks_padding_by_itself_is_said_to(
+    kind: str, is_padded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = torch.randint(1, 50, (12, 7), generator=torch.Generator().manual_seed(0))
+    if is_padded:
+        ids[torch.arange(7) >= torch.arange(1, 13)[:, None].clamp(2, 7)] = 0
+    layer = "encoder" if kind != "rnn" else "embed"
+    model = MasksItself(kind).eval()
+    embedx.extract(model, ids, layers=layer, pooling="mean_token", out=tmp_path / "a")
+    assert ("masks padding by itself, at encoder" in caplog.text) == is_padded
+    assert ("fused encoder" in caplog.text) == (is_padded and kind == "encoder")
+    caplog.clear()
+    embedx.extract(model, ids, layers="head", out=tmp_path / "b")
+    assert "masks padding by itself" not in caplog.text
+    assert ("fused encoder" in caplog.text) == (is_padded and kind == "encoder")

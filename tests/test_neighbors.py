@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
 
-from embedx import neighbors, store
+from embedx import layout, neighbors
 from embedx.errors import StoreError
 from embedx.matrix import Matrix
 from embedx.neighbors import Graph, Metric, cached_graph, nearest_neighbors, nearest_rows
@@ -485,7 +485,7 @@ def test_a_full_disk_is_said_and_the_graph_given(
     def refuse(path: Path, *_: object, **__: object) -> Path:
         raise StoreError(f"no disk space for {path}")
 
-    monkeypatch.setattr(store, "replace_file", refuse)
+    monkeypatch.setattr(layout, "replace_file", refuse)
     x = _rows("single", 40, 3)
     assert _same(_cached(tmp_path, x), x, 5)
     (line,) = caplog.messages

@@ -458,7 +458,7 @@ def test_maps_beside_a_run_are_listed_without_reading_them_and_the_damaged_ones_
     def fail(*_: Any) -> None:
         raise AssertionError("read a map for its name")
 
-    monkeypatch.setattr(store, "open_projection", fail)
+    monkeypatch.setattr(derived, "open_projection", fail)
     about = derived.describe(tmp_path)
     assert about["projections"] == sorted(done.name for done in good)
     first, second = about["damaged projections"]

@@ -1069,9 +1069,9 @@ def test_texts_are_encoded_and_told_apart_by_blocks(
     values: list[str], block: int, n_hashes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_TEXTS", block)
+        patch.setattr(layout, "_TEXTS", block)
         # Texts may have the hash of others.
-        patch.setattr(store, "hash", lambda v: hash(v) % n_hashes, raising=False)
+        patch.setattr(layout, "hash", lambda v: hash(v) % n_hashes, raising=False)
         encoded = layout.encode_texts(values, what="the id")
         stored = [value.encode("utf-8", "backslashreplace") for value in values]
         assert encoded.tolist() == stored

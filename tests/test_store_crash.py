@@ -422,8 +422,9 @@ def check_rows(opened: store.Embeddings, job: Job) -> None:
     for name, array in oracle(job.seed).items():
         same = got[name.split("/")[1]].tobytes() == array[:n_rows].tobytes()
         assert same, f"{name} holds other rows than were written"
-    path = opened.path.with_name(NAME)
-    reasons = [r for r in store.read_reasons(path) if r["row"] < n_rows and r["row"] in job.bad]
+    reasons = [
+        r for r in store.read_reasons(opened.path) if r["row"] < n_rows and r["row"] in job.bad
+    ]
     assert reasons == job.reasons(n_rows), "a reason is lost"
 
 
@@ -654,7 +655,7 @@ def test_a_store_that_does_not_check_its_records_is_found(
     ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = recorded(ground / "run", Job())
-    monkeypatch.setattr(store, "_read_record", _unchecked_record)
+    monkeypatch.setattr(layout, "_read_record", _unchecked_record)
     written = {i for i, op in enumerate(recorder.ops, 1) if op.data[:8] == MAGIC}
     assert next(violations(recorder, Job(), ground, draws=40, prefixes=written), None) is not None
 
@@ -681,7 +682,7 @@ def test_rows_that_a_lying_disk_lost_are_refused_and_never_gone_on_from(
     records = [i for i, op in enumerate(recorder.ops, 1) if op.data[:8] == MAGIC]
     moments = {i + after for i in records[1:-2] for after in (0, 1)}
     assert outcomes() == {"right", "refused"}
-    monkeypatch.setattr(store, "_bad_rows", lambda row_maps, rows: [])
+    monkeypatch.setattr(store, "bad_rows", lambda row_maps, rows: [])
     assert "wrong" in outcomes()
 
 
