@@ -569,6 +569,7 @@ class Looked:
         are_pairs: Whether some item has anything there.
         draws: Whether reading or collating draws random numbers.
         is_unsteady: Whether an item is another when it is read again, all the same.
+        are_padded: Whether collating makes an item longer beside another, and gives no mask.
     """
 
     fingerprint: str
@@ -577,11 +578,18 @@ class Looked:
     are_pairs: bool
     draws: bool
     is_unsteady: bool
+    are_padded: bool = False
 
 
 def _told(looked: Looked, kind: str) -> list[str]:
     """What the user should be told aloud."""
     told = []
+    if looked.are_padded:
+        told.append(
+            f"the collate_fn of {kind} pads the samples of a batch to one length and gives no mask "
+            "with them: padding counts as tokens, and rows may hang on the longest of their batch; "
+            "let it give a dict with an attention_mask, or take batch_size=1"
+        )
     if looked.is_unsteady:
         told.append(
             f"an item of {kind} is another when it is read again: its rows are not the same in "
@@ -635,6 +643,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
     rows = sorted({round(j * (n - 1) / (_DIGEST_ITEMS - 1)) for j in range(_DIGEST_ITEMS)})
     drawn: list[bool] = []
     together: list[bytes] = []
+    are_padded = False
     with random_put_back():
         sample = {row: read(row) for row in rows}
         good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, BaseException)}
@@ -647,6 +656,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
                     "__getitem__ give a copy"
                 )
             together = _require_order_kept(list(good.values()), collate)
+            are_padded = _are_padded(list(good.values()), collate)
         few = list(good)[:_READ_TWICE]
         is_unsteady = any(read(row)[1:] != sample[row][1:] for row in few)
         # By torch.initial_seed(), say, from which an item seeds a generator of its own.
@@ -672,6 +682,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         are_pairs=any(isinstance(raw, tuple) and len(raw) > 1 for raw in good.values()),
         draws=any(drawn),
         is_unsteady=is_unsteady,
+        are_padded=are_padded,
     )
 
 
@@ -698,6 +709,24 @@ def _apart(item: Any) -> Any:
         return item
 
 
+def _are_padded(good: Sequence[Any], collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether a ``collate_fn`` makes an item longer beside another, and gives no mask with them."""
+
+    def shapes(*items: Any) -> list[tuple[int, ...]]:
+        seed_random(0)
+        inputs = collated(collate([_apart(item) for item in items]))
+        if isinstance(inputs, Mapping):
+            if any("mask" in str(name) for name in inputs):
+                return []
+            inputs = list(inputs.values())
+        parts = inputs if isinstance(inputs, list) else [inputs]
+        return [array.shape[1:] for array in map(as_array, parts) if array is not None]
+
+    with contextlib.suppress(Exception):  # of odd items it may fail, and then their batch does
+        return any(shapes(one) != shapes(one, other) for one, other in itertools.pairwise(good))
+    return False
+
+
 def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]) -> list[bytes]:
     """Refuse a ``collate_fn`` with an order of its own, as some sort by length.
 
@@ -711,7 +740,8 @@ def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]
         ConfigError: Other slots are.
     """
 
-    def slots(*items: Any) -> list[bytes]:
+    def slots(*items: Any) -> list[tuple[bytes, list[Any]]]:
+        """A hash of each, and its shapes."""
         seed_random(0)
         try:
             inputs = collated(collate([_apart(item) for item in items]))
@@ -722,29 +752,37 @@ def _require_order_kept(good: Sequence[Any], collate: Callable[[list[Any]], Any]
                 digest = hashlib.sha256()
                 for array in arrays:
                     _update(digest, array[i])
-                found.append(digest.digest())
+                found.append((digest.digest(), [np.shape(array[i]) for array in arrays]))
         except ConfigError:
             raise
         except Exception:  # of odd items it may fail, and then their batch does
             return []
         return found
 
-    def is_left_out(one: Any, other: Any, slot: bytes) -> bool:
+    def is_left_out(one: Any, other: Any, slot: Any) -> bool:
         """Whether all slots of a batch of both are those of the other, and the one has none."""
         return slots(other, other, other)[:1] == [slot] and not slots(one, one, one)
 
     found = []
+    none: tuple[bytes, list[Any]] = b"", []
     for pair in itertools.pairwise(good):
         for one, other in (pair, pair[::-1]):
-            first, second, third = slots(one, one, other) or [b""] * 3
-            found += [first, second, third]
+            first, second, third = slots(one, one, other) or [none] * 3
+            found += [first[0], second[0], third[0]]
             if (first != second and third in (first, second)) or (
-                first == second == third != b"" and is_left_out(one, other, first)
+                first == second == third != none and is_left_out(one, other, first)
             ):
                 raise ConfigError(
                     "the collate_fn of the DataLoader puts the samples of a batch in an order of "
                     "its own, or leaves some out, so that rows could not be told whose they are; "
                     "let it keep all in their order"
+                )
+            alone = (slots(one, one, one) or [first])[0]
+            if first != alone and first[1] == alone[1] and third[0]:
+                raise ConfigError(
+                    "the collate_fn of the DataLoader makes something else of a sample beside "
+                    "another one, as MixUp or a normalization over the batch does, so that its row "
+                    "would be of both; let it take each by itself"
                 )
     return found
 

@@ -143,6 +143,8 @@ def _is_own_code(value: Any, *, depth: int = 5) -> bool:
             held = (value.cell_contents,)
     elif isinstance(value, torch.jit.ScriptFunction):
         return True
+    elif isinstance(value, nn.Module):  # in a list, where it is no layer of the network
+        return not (is_known(value) and is_by_sample(value))
     elif isinstance(value, type):
         return not is_package(value.__module__)
     elif callable(value):

@@ -322,8 +322,7 @@ class _Forward:
         self._memory = _Memory(plan, is_known=is_known)
         self._seen = Seen()
         self._stack = contextlib.ExitStack()
-        # Where it may draw, batch_size decides the rows too.
-        self._draws_none = not plan.is_by_sample
+        self._is_draw_looked_at = self._draws = False
         self._is_checked = False
         self._is_looked_at = self._backward is None and not plan.ablated
         self._is_padding_checked = plan.model.tokenizer is None
@@ -355,11 +354,19 @@ class _Forward:
             # A whole pass of such shapes has shown that each layer runs once.
             shapes = tuple(tensor.shape[1:] for tensor in tensors_of(inputs))
             got.stops_early = self._may_stop_early and shapes in self._whole
-            states = None if self._draws_none else random_states(plan.device)
+            states = None if self._is_draw_looked_at else random_states(plan.device)
             output = self._run(inputs, labels, piece.size)
-            if states is not None and random_states(plan.device) != states:
+            draws = states is not None and random_states(plan.device) != states
+            if draws and plan.is_by_sample:
                 raise draws_unseen(plan.model, what="row")
-            self._draws_none = True
+            if draws:
+                log.warning(
+                    "%s draws random numbers in its passes, in eval mode too: each row is that of "
+                    "one draw, which hangs on batch_size",
+                    plan.model.name,
+                )
+            self._draws |= draws
+            self._is_draw_looked_at = True
             self._memory.after_pass()
             try:
                 arrays, attrs = rows.arrays(got, n=piece.size)
@@ -377,10 +384,19 @@ class _Forward:
                 by_chance = _other_sizes(inputs) | rows.other_sizes | self._seen.sizes
                 by_chance |= {size for one in tensors_in(output) for size in one.shape[1:]}
                 # A layer of the user's own may have one axis more, of codes or queries.
-                is_own = not self._is_known and not self._memory.first_pass
+                may_mix = not (self._is_known and plan.is_by_sample)
+                is_own = may_mix and not self._memory.first_pass
                 if is_own or piece.size in by_chance:
                     _require_samples_first(
-                        plan, got, rows, self._run, inputs, labels, output, n=piece.size
+                        plan,
+                        got,
+                        rows,
+                        self._run,
+                        inputs,
+                        labels,
+                        output,
+                        n=piece.size,
+                        draws=self._draws,
                     )
             if not self._is_padding_checked:
                 self._is_padding_checked = _require_padding_unseen(
@@ -834,6 +850,7 @@ def _require_samples_first(
     output: Any,
     *,
     n: int,
+    draws: bool,
 ) -> None:
     """See by two samples alone that what is kept is a row a sample, and has no axis of the batch.
 
@@ -846,6 +863,7 @@ def _require_samples_first(
         labels: Theirs.
         output: What the model gave for them.
         n: How many, at least 2.
+        draws: Whether a pass draws random numbers, so that rows cannot be compared.
 
     Raises:
         ShapeError: The first axis of what a layer gives is not that of the samples, or another one
@@ -867,22 +885,38 @@ def _require_samples_first(
         return kept(run(some, of, len(tensors_of(some)[0])))
 
     before, few, mask = kept(output), min(2, n - 1), rows.mask
+    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.05
+    is_alike = functools.partial(_is_alike, most=most)
+    mixed: list[str] = []
     try:
-        for title, now in again(slice(few)).items():
-            shown = f"{title} gives {tuple(now.shape)} for {few} samples after pooling"
-            if len(now) != few:
-                raise ShapeError(
-                    f"{shown}, so its first axis is not that of the samples, though {n} long for "
-                    f"{n} of them; {_SAMPLES_FIRST}"
-                )
-            if now.shape[1:] != before[title].shape[1:]:
-                raise ShapeError(
-                    f"{shown}, and {tuple(before[title].shape)} for {n}: a row is as long as the "
-                    "batch, of which it says something; choose another layer"
-                )
-        return
+        found = again(slice(few))
     except (ModelError, LayerError):
-        pass
+        found = {}
+    except ShapeError as error:  # of a pooling that holds something for a whole batch
+        if not str(error).startswith("layer "):
+            raise
+        found = {}
+    for title, now in found.items():
+        shown = f"{title} gives {tuple(now.shape)} for {few} samples after pooling"
+        if len(now) != few:
+            raise ShapeError(
+                f"{shown}, so its first axis is not that of the samples, though {n} long for "
+                f"{n} of them; {_SAMPLES_FIRST}"
+            )
+        if now.shape[1:] != before[title].shape[1:]:
+            raise ShapeError(
+                f"{shown}, and {tuple(before[title].shape)} for {n}: a row is as long as the "
+                "batch, of which it says something; choose another layer"
+            )
+        mixed += [] if is_alike(now, before[title][:few]) else [title]
+    if mixed and not draws:
+        log.warning(
+            "%s: rows hang on the samples beside them, for two alone give others (a normalization "
+            "over the batch, or tokens before samples); batch_size=1 gives each its own",
+            listed(mixed),
+        )
+    if found:
+        return
     # A model may be written for one size of batch alone: the samples in the other order then show
     # whether the rows go with them.
     backwards = list(range(n))[::-1]

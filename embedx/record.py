@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from embedx import derived, hooks, layout, store
-from embedx.checks import checked, require_exact, require_unmasked
+from embedx.checks import checked, require_exact, require_unmasked, signature_of
 from embedx.columns import told_apart
 from embedx.disk import require_idle, writing_lock
 from embedx.errors import ConfigError, DataError, EmbedxError, StoreError, first_line
@@ -94,6 +94,8 @@ class Recorder:
         self._pid = os.getpid()
         self._first = points[0].name
         self._model = model
+        # Whose labels are the tokens of the decoder; of others they reach the loss alone.
+        self._has_decoder = "decoder_input_ids" in signature_of(model.forward).parameters
         self._got = hooks.Capture(
             model, points, reduce=self._reduce, before_pass=self._begin_pass
         ).set()
@@ -145,7 +147,10 @@ class Recorder:
             self._rows.picture = picture_size(inputs.values())
             if self._rows.mask_takers:
                 self._rows.mask = token_mask(inputs, spellings=self._rows.spellings)
-                self._rows.strangers = strangers_to(self._rows.mask, inputs)
+                strangers = strangers_to(self._rows.mask, inputs)
+                self._rows.strangers = [
+                    name for name in strangers if name != "labels" or self._has_decoder
+                ]
                 self._rows.say_of_masks(inputs)
         self._has_begun = True
 
@@ -736,6 +741,8 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for value in (*args, *kwargs.values()):
         if isinstance(value, Mapping):
             within |= value
+            for inner in value.values():
+                within |= inner if isinstance(inner, Mapping) else {}
         elif isinstance(value, (tuple, list)):
             fields = getattr(value, "_fields", map(str, range(len(value))))
             within |= dict(zip(fields, value, strict=True))

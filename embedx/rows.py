@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -140,7 +141,7 @@ class Rows:
         self._is_said_of_masks = True
         if self.mask is None and (takers := self.mask_takers) and (name := _like_a_mask(inputs)):
             log.warning(
-                "%s looks like a mask of padding, and is none of those that are known by their "
+                "%s looks like a mask of padding or lengths, and is none of those known by their "
                 "names (attention_mask, src_key_padding_mask, key_padding_mask): if it is one, "
                 "padding counts as tokens in the rows of %s",
                 f"argument {name}" if name.isdigit() else name,
@@ -193,12 +194,14 @@ class Rows:
                 arrays[field.name] = values.astype(self._dtype, copy=False)
             is_narrower = self._dtype == np.float16 or rows.dtype == torch.float64
             if is_narrower and point.name not in self._vanished:
-                is_lost = (rows != 0).any(1).cpu().numpy() & ~arrays[field.name].any(axis=1)
+                kept = np.abs(arrays[field.name]).max(axis=1)
+                is_lost = (rows != 0).any(1).cpu().numpy() & (kept < _FEW_DIGITS[self._dtype.name])
                 if is_lost.any():
                     self._vanished.add(point.name)
                     is_there = self._dtype == np.float16 and values[is_lost].any(axis=1).all()
                     log.warning(
-                        "rows of %s are so small that %s makes zeros of them; use %s",
+                        "rows of %s are so small that %s makes zeros of them, or keeps few of "
+                        "their digits; use %s",
                         point.name,
                         self._dtype,
                         "dtype=float32" if is_there else "normalize=true",
@@ -368,9 +371,17 @@ def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
         others = [one.shape[:2] for one in tensors.values() if one is not tensor]
         if tensor.ndim != 2 or name in _NO_MASKS or tensor.shape not in others:
             continue
+        is_named = re.search("mask|pad", name.lower()) is not None
         if tensor.dtype == torch.bool:
             return name
-        if not tensor.is_floating_point() and bool(((tensor == 0) | (tensor == 1)).all()):
+        if tensor.is_floating_point() and not is_named:
+            continue
+        if bool(((tensor == 0) | (tensor == 1)).all()):
+            return name
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1 or tensor.is_floating_point() or "len" not in name.lower():
+            continue
+        if any(one.ndim > 1 and len(one) == len(tensor) for one in tensors.values()):
             return name
     return None
 
@@ -400,6 +411,11 @@ _OF_OTHER_TOKENS = (
     *("encoder_attention_mask", "memory_key_padding_mask"),
 )
 _MASKS = ("attention_mask", "src_key_padding_mask", "key_padding_mask", *_OF_OTHER_TOKENS)
-_SECOND_SEQUENCES = ("decoder_input_ids", "decoder_inputs_embeds", "labels", "tgt")
+_SECOND_SEQUENCES = (
+    *("decoder_input_ids", "decoder_inputs_embeds", "labels", "tgt", "trg", "tgt_tokens"),
+    *("prev_output_tokens", "passage_ids", "visual_embeds", "visual_feats"),
+)
 _OF_SOUND = ("input_features", "input_values")
+# Below these the largest number of a row has less than eight binary digits.
+_FEW_DIGITS = {"float16": 2.0**-17, "float32": 2.0**-142}
 _LEAVES_NOTHING = -100  # exp of it, beside that of 0

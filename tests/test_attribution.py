@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -1844,3 +1845,141 @@ def test_a_network_that_masks_padding_by_itself_is_said_to(
     embedx.extract(model, ids, layers="head", out=tmp_path / "b")
     assert "masks padding by itself" not in caplog.text
     assert ("fused encoder" in caplog.text) == (is_padded and kind == "encoder")
+
+
+class Mixing(nn.Module):
+    """Rows that are not those of the sample alone, in one of several ways people write."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kind = nn.Linear(4, 6), kind
+        self.norm = nn.BatchNorm1d(6, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.kind == "norm":
+            return self.norm(y)  # type: ignore[no-any-return]
+        if self.kind == "drop":
+            return nn.functional.dropout(y, 0.5)
+        return y - y.mean(0) if self.kind == "centre" else y
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("norm", "the output of mixing|rows hang on the samples beside them"),
+        ("centre", "rows hang on the samples beside them"),
+        ("drop", "draws random numbers in its passes, in eval mode too: each row is that of one"),
+        ("none", ""),
+    ],
+)
+def test_rows_that_are_not_those_of_the_sample_alone_are_said_to_be(
+    kind: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(Mixing(kind), nn.Identity()).eval()
+    embedx.extract(model, noise(12, 4), layers="1", batch_size=6, out=tmp_path)
+    said = [line for line in caplog.messages if re.search("hangs? on", line)]
+    assert len(said) == bool(words)
+    assert re.search(words, "".join(said))
+
+
+@pytest.mark.parametrize("gives_mask", [False, True])
+def test_a_collate_fn_that_pads_without_a_mask_is_said_to(
+    gives_mask: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [torch.arange(1, 3 + i % 5) for i in range(20)]
+
+    def collate(items: list[Tensor]) -> Any:
+        ids = nn.utils.rnn.pad_sequence(items, batch_first=True)
+        return {"input": ids, "attention_mask": ids != 0} if gives_mask else ids
+
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 4)
+
+        def forward(self, input: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.embed(input)  # type: ignore[no-any-return]
+
+    loader = DataLoader(texts, batch_size=5, collate_fn=collate)  # type: ignore[arg-type]
+    embedx.extract(Embeds(), loader, layers="embed", pooling="mean_token", out=tmp_path)
+    assert ("pads the samples of a batch to one length" in caplog.text) != gives_mask
+
+
+@pytest.mark.parametrize("name", ["mask", "lengths"])
+def test_masks_of_floats_and_lengths_are_said_to_be_none(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, mask: Any = None, lengths: Any = None) -> Tensor:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    extra = {"mask": torch.tensor([1.0, 1.0, 0.0, 0.0]), "lengths": torch.tensor(2)}[name]
+    items = [{"x": one, name: extra} for one in noise(6, 4, 3)]
+    embedx.extract(Takes(), items, layers="layer", pooling="mean_token", out=tmp_path)
+    assert f"{name} looks like a mask of padding or lengths" in caplog.text
+
+
+def test_labels_of_tokens_are_no_second_sequence_of_a_network_without_a_decoder(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.BertConfig(**small, vocab_size=50, num_hidden_layers=1)
+    model = transformers.BertForMaskedLM(config).eval()
+    items = translated()
+    batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    labels = batch.pop("decoder_input_ids")
+    name = "bert.encoder.layer.0"
+    recorder = embedx.record(model, name, out=tmp_path, pooling="mean_token")
+    with torch.no_grad():
+        given = model(**batch, labels=labels, output_hidden_states=True)
+    recorder.batch()
+    run = recorder.finish()
+    mask = batch["attention_mask"][:, :, None]
+    wanted = (given.hidden_states[1] * mask).sum(1) / mask.sum(1)
+    assert np.allclose(run.embeddings[name], wanted, atol=1e-5)
+
+
+def test_a_function_of_ones_own_in_a_list_of_a_library_is_code_of_ones_own() -> None:
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    for inner in (v2.Lambda(lambda x: x - x.mean()), nn.BatchNorm2d(3, track_running_stats=False)):
+        assert not fold.is_known(nn.Sequential(v2.Compose([inner]), nn.Conv2d(3, 4, 3)))
+    assert fold.is_known(nn.Sequential(v2.Compose([v2.Normalize([0.5], [0.5])]), nn.ReLU()))
+
+
+@pytest.mark.parametrize(("size", "is_said"), [(1e-7, True), (1e-6, True), (1e-3, False)])
+def test_rows_of_which_few_digits_are_kept_are_said_to_be(
+    size: float, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = noise(8, 4).clamp(-1, 1) * size
+    model = nn.Sequential(nn.Identity())
+    embedx.extract(model, x, layers="0", dtype="float16", out=tmp_path)
+    assert ("or keeps few of their digits" in caplog.text) == is_said
+
+
+def test_a_collate_fn_that_mixes_samples_is_refused(tmp_path: Path) -> None:
+    def mixed(items: list[Tensor]) -> Tensor:
+        x, share = torch.stack(items), torch.rand(1)
+        return share * x + (1 - share) * x.roll(1, 0)
+
+    def centred(items: list[Tensor]) -> Tensor:
+        x = torch.stack(items)
+        return x - x.mean(0)
+
+    def noisy(items: list[Tensor]) -> Tensor:
+        return torch.stack(items) + torch.randn(len(items), 4)
+
+    x = list(noise(20, 4))
+    for collate in (mixed, centred):
+        loader = DataLoader(x, batch_size=5, collate_fn=collate)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="something else of a sample beside another one"):
+            embedx.extract(linear(4, 3), loader, layers="0", out=tmp_path / "a")
+    loader = DataLoader(x, batch_size=5, collate_fn=noisy)  # type: ignore[arg-type]
+    assert embedx.extract(linear(4, 3), loader, layers="0", out=tmp_path / "b").n_rows == 20
