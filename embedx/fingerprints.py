@@ -564,12 +564,21 @@ def _shared_generators() -> list[Any]:
     return [torch.default_generator, *of_gpus, *shared]
 
 
-def _without_tensors(value: Any) -> Any:
-    """A list or dict that a variable holds, less what hooks and caches put there in a pass."""
+def _without_tensors(value: Any, *, depth: int = 5) -> Any:
+    """A list or dict that a variable holds, less what hooks and caches put there in a pass.
+
+    Settings stand in dicts, and dicts within: of these tensors alone are left out, and what beside
+    a dict holds some.
+    """
     if type(value) is list:
         return [item for item in value if not _holds_tensors(item)]
     if isinstance(value, dict):
-        return {key: item for key, item in value.items() if not _holds_tensors(item)}
+        return {
+            key: _without_tensors(item, depth=depth - 1) if depth else item
+            for key, item in value.items()
+            if isinstance(item, (np.ndarray, dict if depth else np.ndarray))
+            or not _holds_tensors(item)
+        }
     return value
 
 

@@ -1983,3 +1983,29 @@ def test_a_collate_fn_that_mixes_samples_is_refused(tmp_path: Path) -> None:
             embedx.extract(linear(4, 3), loader, layers="0", out=tmp_path / "a")
     loader = DataLoader(x, batch_size=5, collate_fn=noisy)  # type: ignore[arg-type]
     assert embedx.extract(linear(4, 3), loader, layers="0", out=tmp_path / "b").n_rows == 20
+
+
+SETTINGS: dict[str, Any] = {"net": {"scale": 2.0, "mean": torch.zeros(3)}, "std": np.ones(3)}
+
+
+class BySettings(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SETTINGS["net"]["scale"] / torch.from_numpy(SETTINGS["std"]).float()
+
+
+def test_numbers_and_arrays_in_dicts_that_are_global_count_and_tensors_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = code_sha256(BySettings())
+    monkeypatch.setitem(SETTINGS["net"], "mean", torch.ones(3))
+    monkeypatch.setitem(SETTINGS["net"], "kept by a hook", torch.ones(3))
+    assert code_sha256(BySettings()) == before
+    monkeypatch.setitem(SETTINGS["net"], "scale", 3.0)
+    scaled = code_sha256(BySettings())
+    monkeypatch.setitem(SETTINGS, "std", np.full(3, 2.0))
+    assert len({before, scaled, code_sha256(BySettings())}) == 3
+    SETTINGS["self"] = SETTINGS
+    try:
+        assert code_sha256(BySettings())
+    finally:
+        del SETTINGS["self"]
