@@ -647,7 +647,15 @@ def _own_tensor(value: Any) -> Tensor:
         # A copy of an array that may be read-only, turned round, or of the other byte order.
         value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
         return torch.from_numpy(value)
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError):
+        if not isinstance(value, (list, tuple)) or not any(isinstance(x, Tensor) for x in value):
+            raise
+        raise DataError(
+            f"it is a {type(value).__name__} of {len(value)}; give one tensor, a tuple that begins "
+            "with it, or a dict by the names of the model's arguments"
+        ) from None
     for is_so, kind in (
         (tensor.is_meta, "without values (on meta)"),
         (tensor.is_nested, "nested"),

@@ -418,4 +418,9 @@ def choose(
     choices = "pooling=gap_last (of channels last) or pooling=gap (of channels first)"
     if not may_be_last or may_be_channels_last(activation):
         choices = _choices(activation)
+    if len(shape) == 3:
+        choices += (
+            "; these take tokens first (n, t, d): of channels first (n, c, t), as Conv1d gives "
+        )
+        choices += "them, a function of your own, such as lambda a: a.mean(2)"
     raise ShapeError(f"pooling=auto cannot tell what {shape} means; choose {choices}")

@@ -2121,3 +2121,17 @@ def test_what_is_kept_of_the_samples_is_hashed_as_one_json_text(
             ]
             expected = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
             assert forward._columns_sha256(source) == expected
+
+
+@pytest.mark.parametrize("kind", ["two inputs", "a list"])
+def test_items_of_several_tensors_fail_in_words(kind: str, tmp_path: Path) -> None:
+    class Pairs(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> Any:
+            x = torch.randn(4)
+            return ((x, x), 1) if kind == "two inputs" else [x, 1]
+
+    with pytest.raises(DataError, match=r"it is a (tuple|list) of 2; give one tensor"):
+        embedx.extract(nn.Sequential(nn.Linear(4, 3)), Pairs(), layers="0", out=tmp_path)
