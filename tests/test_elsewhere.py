@@ -447,12 +447,14 @@ def test_an_explanation_made_elsewhere_has_the_bytes_of_one_made_here(
 def test_explaining_goes_on_where_workers_fell_and_the_driver_was_stopped(
     pictures: Path, embedx_here: Here
 ) -> None:
+    # The file says of how many threads it is.
+    processes = (*PROCESSES, f"engine.threads={torch.get_num_threads()}")
     words = (*EXPLAIN, "method=gradcam", "layers=[maps]")
     status, *_, err = embedx_here(*words, "out=here")
     assert status == 0, err
     (pictures / "traps" / "kill-2").touch()
     (pictures / "traps" / "always-7").touch()
-    status, out, err = embedx_here(*words, "out=there", *PROCESSES, "engine.tries=2")
+    status, out, err = embedx_here(*words, "out=there", *processes, "engine.tries=2")
     assert status == 1
     assert err[-1].startswith(
         "DataError: part 3 of 6 failed: its worker was killed by SIGKILL, perhaps for want of "
@@ -462,7 +464,7 @@ def test_explaining_goes_on_where_workers_fell_and_the_driver_was_stopped(
     assert not (pictures / "there").exists()
     (pictures / "traps" / "always-7").unlink()
     (pictures / "traps" / "wait-7").touch()
-    command = [sys.executable, "-m", "embedx", *words, "out=there", *PROCESSES]
+    command = [sys.executable, "-m", "embedx", *words, "out=there", *processes]
     with subprocess.Popen(
         command, cwd=pictures, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as driver:
@@ -478,7 +480,7 @@ def test_explaining_goes_on_where_workers_fell_and_the_driver_was_stopped(
     assert not (pictures / "there").exists()
     (pictures / "traps" / "wait-7").unlink()
     (pictures / "passed").unlink()
-    status, out, err = embedx_here(*words, "out=there", *PROCESSES)
+    status, out, err = embedx_here(*words, "out=there", *processes)
     assert status == 0, err
     assert "5 of 6 parts made before: going on with the rest" in out
     assert files(pictures / "there") == files(pictures / "here")
