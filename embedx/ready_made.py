@@ -477,7 +477,7 @@ def _of_parquet(path: Path) -> _Vectors:
     metadata, cut = table.kept(one for one in table.names if one not in taken)
     if metadata:
         notes.append(f"columns kept: {listed(metadata)}")
-    notes += [*cut, *table.passed_over(taken=name)]
+    notes += [*cut, *table.told(taken=name)]
     if _stored(own) != own:
         notes.append(f"{path}: numbers of {own} are kept as float32")
     return _Vectors(
