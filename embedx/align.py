@@ -1,5 +1,6 @@
 """What two files have in common: the space of their rows, samples, how a map lies on another."""
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,8 @@ def shared_rows(ours: Sequence[str], theirs: Sequence[str]) -> tuple[Array, Arra
 class Samples(Protocol):
     """What is asked of a file to tell of which samples it is: see ``embedx.store.Embeddings``."""
 
-    path: Path
+    @property
+    def path(self) -> Path: ...
 
     @property
     def ids(self) -> Sequence[str]: ...
@@ -82,26 +84,49 @@ class Samples(Protocol):
     def label_texts(self) -> list[str] | None: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class OnlyIds:
+    """Samples of which no more is known than their ids, as those of a map whose run is elsewhere.
+
+    Attributes:
+        path: Of the file that has them.
+        ids: n texts.
+    """
+
+    path: Path
+    ids: Sequence[str]
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {}
+
+    def label_texts(self) -> list[str] | None:
+        return None
+
+
 def doubt_of_pairs(ours: Samples, theirs: Samples) -> str:
     """Why rows of two files that have the same id may be of other samples, in a line.
 
     The number of a row tells a sample only among the same data.
 
     Returns:
-        Empty where ids are more than numbers, the data are the same, or all labels are, unless
-        these stand sorted.
+        Empty where no id is the same, ids are more than numbers, the data are the same, or all
+        labels are, unless these stand sorted.
     """
-    if not (_are_numbers(ours.ids) and _are_numbers(theirs.ids)):
-        return ""
     mine, its = (one.identity.get("items") for one in (ours, theirs))
     if mine is not None and mine == its:
+        return ""
+    if not (_are_numbers(ours.ids) and _are_numbers(theirs.ids)):
+        return ""
+    at, there = shared_rows(ours.ids, theirs.ids)
+    if not len(at):
         return ""
     why = "whether these are the same samples cannot be told"
     if mine is not None and its is not None:
         why = "their data are not the same"
     labels, others = ours.label_texts(), theirs.label_texts()
     if labels is not None and others is not None:
-        rows = zip(*shared_rows(ours.ids, theirs.ids), strict=True)
+        rows = zip(at.tolist(), there.tolist(), strict=True)
         pairs = [(labels[i], others[j]) for i, j in rows if labels[i] and others[j]]
         n_differ = sum(label != other for label, other in pairs)
         if n_differ:

@@ -304,9 +304,10 @@ def require_ids(texts: Sequence[str], where: str) -> None:
         )
 
 
-def are_ids(texts: Sequence[str]) -> bool:
-    """Whether :func:`require_ids` takes them."""
-    return not _unfit(texts)[1]
+def not_ids(texts: Sequence[str]) -> str:
+    """Why :func:`require_ids` refuses them, empty where it does not."""
+    which, why = _unfit(texts)
+    return f"the id {which} {why}" if why else ""
 
 
 def _unfit(texts: Sequence[str]) -> tuple[str, str]:
@@ -381,7 +382,7 @@ def told_apart(
     told = []
     for name, n in counts.items():
         if n > 1 or not name:
-            others = [new for one, new in zip(names, apart, strict=True) if one == name]
+            others = [short(new) for one, new in zip(names, apart, strict=True) if one == name]
             what = f"are called {short(repr(name))}" if name else "without a name"
             told.append(f"{number_of(n, 'class', 'classes')} {what}: named {listed(others)} here")
     return apart, told

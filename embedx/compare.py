@@ -125,8 +125,8 @@ def compare(
     for run, name in zip(opened, names, strict=True):
         if str(run.attrs.get("weights", "")).startswith("random"):
             log.warning("%s has RANDOM weights", name)
-    for run in opened[1:]:
-        if doubt := doubt_of_pairs(opened[0], run):
+    for i, run in enumerate(opened):  # each is paired with each, and one word of it is enough
+        if doubt := next(filter(None, (doubt_of_pairs(one, run) for one in opened[:i])), ""):
             log.warning("%s", doubt)
     stored = [_stored_scores(run) for run in opened]
     embedded = [

@@ -81,7 +81,11 @@ def read_classes(classes: str | Sequence[str] | None) -> list[str] | None:
         classes = [line.strip() for line in lines if line.strip()]
     names = None if classes is None else list(classes)
     if names and (twice := [name for name, n in Counter(names).items() if n > 1]):
-        raise ConfigError(f"classes names {twice[0]!r} twice; give each class once")
+        at = [f"{twice[0]} ({i})" for i, name in enumerate(names) if name == twice[0]]
+        raise ConfigError(
+            f"classes names {twice[0]!r} {len(at)} times; give each class a name of its own, as by "
+            f"its number: {listed(at)}"
+        )
     return names
 
 

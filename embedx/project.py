@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from embedx import derived, ready_made, store
-from embedx.align import doubt_of_pairs, places_in, procrustes, space_of, untold
+from embedx.align import OnlyIds, Samples, doubt_of_pairs, places_in, procrustes, space_of, untold
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
 from embedx.derived import Projection
@@ -693,12 +693,22 @@ def _shared(target: Projection, opened: Embeddings, at: Array) -> Array:
             f"align_to={target.path} has {n_shared} samples in common with these embeddings, and "
             f"{coords.shape[1] + 1} are needed; choose a map of the same data"
         )
-    for folder in (target.path.parent.parent, target.path.parent):
-        with contextlib.suppress(StoreError):  # the embeddings of that map may be elsewhere
-            parent = store.open(folder)
-            if parent.is_parent_of(target.attrs) and (doubt := doubt_of_pairs(opened, parent)):
-                log.warning("%s", doubt)
+    if doubt := doubt_of_pairs(opened, _samples_of(target, opened)):
+        log.warning("%s", doubt)
     return coords
+
+
+def _samples_of(target: Projection, opened: Embeddings) -> Samples:
+    """The embeddings of which a map is, by their id; of those that lie elsewhere but the ids."""
+    parent = target.attrs["parent"]
+    if opened.attrs["id"] == parent:
+        return opened
+    for folder in (target.path.parent.parent, target.path.parent):
+        with contextlib.suppress(StoreError):
+            found = store.open(folder)
+            if found.attrs["id"] == parent:
+                return found
+    return OnlyIds(target.path, target.ids)
 
 
 def _content(projection: Projection) -> str:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import numpy as np
 from embedx import layout, store
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
 from embedx.columns import (
-    are_ids,
     indexed,
     is_label_name,
     kept,
     minus_one_told,
+    not_ids,
     plain_name,
     require_labels,
     spelled_label,
@@ -394,6 +394,7 @@ def _beside(
     labels: tuple[Array, list[str]] | None = None
     metadata: dict[str, Any] = {}
     passed_over, notes, aloud = [], [], []
+    no_ids: dict[str, str] = {}
     for key, one in arrays.items():
         if key == "label_names" or len(one.shape) == 2:
             continue
@@ -407,10 +408,12 @@ def _beside(
             labels, told = _named_labels(values, texts, f"{key} of {path}")
             aloud += told
             notes.append(f"{path}: labels by {key}, {len(labels[1])} classes")
-        elif key in _ID_KEYS and ids is None and are_ids(own := list(map(str, values))):
-            ids = own
+        elif key in _ID_KEYS and ids is None and not (why := not_ids(list(map(str, values)))):
+            ids = list(map(str, values))
             notes.append(f"{path}: ids by {key}")
         else:
+            if key in _ID_KEYS and ids is None:
+                no_ids[key] = why
             column = one[:] if one.dtype.kind in "biuf" else values
             name = key.removeprefix("metadata/")
             while name in metadata:
@@ -419,11 +422,22 @@ def _beside(
                 notes.append(f"{path}: {key} is the column {name}, for another one has its name")
             metadata[name], said = kept(column, key)
             notes += said
+    aloud += _without_ids(path, no_ids if ids is None else {})
+    if "label_names" in arrays and by_label is None:
+        aloud.append(f"{path} has label_names and no labels that count through them")
     if metadata:
         notes.append(f"columns kept: {listed(metadata)}")
     if passed_over:
         notes.append(f"passed over, for they have not {n:,} values: {listed(passed_over)}")
     return ids, labels, metadata, notes, aloud
+
+
+def _without_ids(path: Path, refused: Mapping[str, str]) -> list[str]:
+    """That rows have their numbers as ids although something is called so, by what it is."""
+    return [
+        f"{path}: rows have their numbers as ids, and {name} is metadata: {why}"
+        for name, why in refused.items()
+    ]
 
 
 def _named_labels(
@@ -436,7 +450,10 @@ def _named_labels(
         return (np.array(values, np.int32), apart), told
     texts = [spelled_label(value) for value in values]
     require_labels(texts, where)
-    return indexed(texts), []
+    if not names or set(texts) <= {*names, ""}:
+        return indexed(texts), []
+    why = f"are not whole numbers from -1 to {len(names) - 1}, and so have no label_names"
+    return indexed(texts), [f"{where} {why}"]
 
 
 # --------------------------------------------------------------------------- parquet
@@ -469,15 +486,16 @@ def _of_parquet(path: Path) -> _Vectors:
     labels = None if by_label is None else table.labels(by_label)
     if labels is not None:
         notes.append(f"{path}: labels by column {by_label}, {len(labels[1])} classes")
-    named = (one for one in table.names if plain_name(one) in _ID_KEYS)
-    by_id = next((one for one in named if are_ids(table.texts(one))), None)
+    named = [one for one in table.names if plain_name(one) in _ID_KEYS]
+    no_ids = {one: why for one in named if (why := not_ids(table.texts(one)))}
+    by_id = next((one for one in named if one not in no_ids), None)
     if by_id is not None:
         notes.append(f"{path}: ids by column {by_id}")
     taken = (by_label, by_id)
     metadata, cut = table.kept(one for one in table.names if one not in taken)
     if metadata:
         notes.append(f"columns kept: {listed(metadata)}")
-    notes += [*cut, *table.passed_over(taken=name)]
+    notes += [*cut, *table.told(taken=name)]
     if _stored(own) != own:
         notes.append(f"{path}: numbers of {own} are kept as float32")
     return _Vectors(
@@ -492,7 +510,11 @@ def _of_parquet(path: Path) -> _Vectors:
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),
-        warnings=(*aloud, *minus_one_told(labels[1] if labels else (), str(path))),
+        warnings=(
+            *aloud,
+            *_without_ids(path, no_ids if by_id is None else {}),
+            *minus_one_told(labels[1] if labels else (), str(path)),
+        ),
     )
 
 

@@ -93,7 +93,7 @@ def table(
     notes = [said, *notes]
     if metadata:
         notes.append(f"columns kept: {listed(metadata)}")
-    notes += [*read.passed_over(), *cut]
+    notes += [*read.told(), *cut]
     return Source(
         name=name_of(where),
         ids=ids,

@@ -55,6 +55,7 @@ class Table:
         is_cut: Whether the file has more rows than were asked for.
         homeless: What the columns are that have no place, such as lists, by their names.
         notes: What was passed over, for the user.
+        remarks: How it was read, where it could be meant otherwise.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class Table:
     homeless: dict[str, str]
     notes: tuple[str, ...]
     _cells: dict[str, Any] = dataclasses.field(repr=False)
+    remarks: tuple[str, ...] = ()
 
     def column(self, name: str) -> Column:
         """A column ``(n,)`` of numbers, booleans or texts: the narrowest that says the same."""
@@ -132,11 +134,11 @@ class Table:
                 notes.append(f"{name} is kept as texts: {same[0]} and {same[1]} are one number")
         return columns, notes
 
-    def passed_over(self, *, taken: str = "") -> list[str]:
-        """What is passed over, for the user, but for the column ``taken``."""
+    def told(self, *, taken: str = "") -> list[str]:
+        """How it was read, and what is passed over but for the column ``taken``, for the user."""
         others = [f"{name} ({kind})" for name, kind in self.homeless.items() if name != taken]
         said = [*self.notes, *others]
-        return [f"passed over: {listed(said)}"] if said else []
+        return [*self.remarks, *([f"passed over: {listed(said)}"] if said else [])]
 
 
 def require_column(
@@ -283,24 +285,42 @@ def _lines(file: Any, path: Path) -> Iterator[str]:
             ) from None
 
 
+def _looked_at(lines: Iterable[str], delimiter: str, marked: list[int]) -> Iterator[str]:
+    """Lines as they are, the first with a cell that begins with a mark put down in ``marked``."""
+    for number, line in enumerate(lines, 1):
+        if not marked and (line.startswith('"') or f'{delimiter}"' in line):
+            marked.append(number)
+        yield line
+
+
 def _read_text(path: Path, limit: int | None, delimiter: str, quoting: Quoting | None) -> Table:
     before = csv.field_size_limit(_LINE_BYTES)  # a text may be longer than a cell of a sheet
     try:
         with path.open("rb") as file:
-            lines = _lines(file, path)
+            is_unclear = quoting is None and delimiter == "\t"
+            lines, marked = _lines(file, path), list[int]()
+            if is_unclear:
+                lines = _looked_at(lines, delimiter, marked)
             marks: Any = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
             reader = csv.reader(lines, delimiter=delimiter, quoting=marks, strict=True)
             try:
-                is_unclear = quoting is None and delimiter == "\t"
-                return _table_of(path, reader, limit, delimiter, is_unclear=is_unclear)
+                table = _table_of(path, reader, limit, delimiter, is_unclear=is_unclear)
             except csv.Error as error:
-                why = str(error)
+                why, how = str(error), "mend it, or save the table as parquet"
+                # What a mark that belongs to a text leads to, if it does not swallow lines.
+                is_of_marks = "expected" in why or "field larger" in why
                 if "field larger" in why:
                     why = f"a cell of more than {csv.field_size_limit():,} characters"
+                if is_of_marks and quoting is None:
+                    how += "; if quotation marks are part of its texts give data.quoting=none"
                 raise DataError(
-                    f"line {reader.line_num} of {path} is not what a CSV file holds ({why}); mend "
-                    "it, or save the table as parquet"
+                    f"line {reader.line_num} of {path} is not what a CSV file holds ({why}); {how}"
                 ) from None
+            if not marked:
+                return table
+            told = f"quotation marks around cells are taken away, the first in line {marked[0]}"
+            told += "; data.quoting=none keeps them"
+            return dataclasses.replace(table, remarks=(*table.remarks, told))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its rights") from None
     finally:
@@ -310,9 +330,29 @@ def _read_text(path: Path, limit: int | None, delimiter: str, quoting: Quoting |
 def _table_of(
     path: Path, reader: Any, limit: int | None, delimiter: str, *, is_unclear: bool
 ) -> Table:
-    header: list[str] = next((row for row in reader if row), [])
-    if not header:
-        raise DataError(f"{path} is empty; its first line must name the columns")
+    line = 0  # that the row before ends with
+
+    def goes_on(row: list[str]) -> int:
+        """The line with which a row begins that goes over several, else 0."""
+        nonlocal line
+        before, line = line, reader.line_num
+        is_long = line > before + 1
+        if is_unclear and (is_long or any(delimiter in cell for cell in row)):
+            where = f"lines {before + 1} to {line}" if is_long else f"line {line}"
+            raise DataError(
+                f"{where} of {path} hold a cell between quotation marks with a tab or a line end "
+                "in it; if the marks are part of the texts give data.quoting=none, and if they are "
+                "meant so data.quoting=rfc4180"
+            )
+        return before + 1 if is_long else 0
+
+    header: list[str] = []
+    while not header:
+        row = next(reader, None)
+        if row is None:
+            raise DataError(f"{path} is empty; its first line must name the columns")
+        goes_on(row)
+        header = row
     if any("\0" in name for name in header):
         raise DataError(f"the first line of {path} has NUL in it, as UTF-16 has; save it as UTF-8")
     if len(header) == 1:
@@ -326,18 +366,10 @@ def _table_of(
     rows: list[list[str]] = []
     n_blank = 0
     is_cut = False
-    n_long, first_long, line = 0, 0, reader.line_num
+    n_long, first_long = 0, 0
     for row in reader:
-        before, line = line, reader.line_num
-        if line > before + 1 or (is_unclear and any(delimiter in cell for cell in row)):
-            if is_unclear:
-                where = f"line {line}" if line == before + 1 else f"lines {before + 1} to {line}"
-                raise DataError(
-                    f"{where} of {path} hold a cell between quotation marks with a tab or a line "
-                    "end in it; if the marks are part of the texts give data.quoting=none, and if "
-                    "they are meant so data.quoting=rfc4180"
-                )
-            n_long, first_long = n_long + 1, first_long or before + 1
+        if start := goes_on(row):
+            n_long, first_long = n_long + 1, first_long or start
         if not row:
             n_blank += 1
         elif len(row) != len(header):
@@ -361,15 +393,16 @@ def _table_of(
         raise DataError(f"{path} has its {len(header)} columns, and no row; add some")
     columns = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
     notes = [f"{n_blank:,} blank lines"] if n_blank else []
+    remarks: tuple[str, ...] = ()
     if n_long:
         rows_words = number_of(n_long, "row that goes", "rows that go")
-        notes.append(f"{rows_words} over several lines, the first at line {first_long}")
+        remarks = (f"{rows_words} over several lines, the first at line {first_long}",)
     n_nameless = header.count("")
     columns.pop("", None)
     if n_nameless:  # as of the index of a data frame
         notes.append(f"{n_nameless} columns without a name")
     names = tuple(name for name in header if name)
-    return Table(path, names, len(rows), is_cut, {}, tuple(notes), columns)
+    return Table(path, names, len(rows), is_cut, {}, tuple(notes), columns, remarks)
 
 
 def _too_many(path: Path) -> DataError:

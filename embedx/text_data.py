@@ -230,7 +230,7 @@ def _table(
     n_empty = sum(not one.strip() for one in texts)
     if n_empty:
         notes.insert(0, f"{n_empty:,} of {table.n:,} texts are empty; their rows fail")
-    notes += [*cut, *table.passed_over()]
+    notes += [*cut, *table.told()]
     return Source(
         name=sources.name_of(file),
         ids=ids,

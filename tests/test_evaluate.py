@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -531,3 +532,40 @@ def test_rows_that_are_paired_by_number_are_said_to_be_where_the_data_may_be_oth
         told = [line for line in caplog.messages if "are paired by their numbers" in line]
         assert len(told) == bool(said)
         assert said in "".join(told)
+
+
+def numbered(folder: Path, ids: Sequence[str], items: str) -> Path:
+    rows = np.random.default_rng(len(folder.name)).normal(size=(len(ids), 3))
+    about = json.dumps({"items": items})
+    return embeddings_file(folder, rows, ids=ids, id=folder.name, identity=about)
+
+
+def test_runs_that_are_paired_by_number_are_told_of_in_any_place_of_a_comparison(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers, names = [str(i) for i in range(40)], [f"{i}.png" for i in range(40)]
+    given = {"a": (names, "a"), "bb": (numbers, "b"), "ccc": (numbers, "c"), "dddd": (numbers, "b")}
+    runs = [numbered(tmp_path / name, *of) for name, of in given.items()]
+    embedx.compare(runs, out=tmp_path / "compared")
+    told = [line for line in caplog.messages if "are paired by their numbers" in line]
+    assert [("bb" in line, "ccc" in line) for line in told] == [(True, True), (False, True)]
+    caplog.clear()
+    other = numbered(tmp_path / "e", [f"row-{i}" for i in range(40)], "e")
+    embedx.compare([runs[1], other], out=tmp_path / "of none in common")
+    assert "are paired" not in caplog.text
+
+
+def test_a_map_whose_run_is_elsewhere_is_told_to_be_paired_by_number_unless_it_is_of_these_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = [str(i) for i in range(40)]
+    ours, theirs = (numbered(tmp_path / name, numbers, name) for name in ("ours", "others"))
+    for run, n_told in ((theirs, 1), (ours, 0)):
+        maps = project(run, method="pca").path
+        alone = tmp_path / f"of {run.parent.name}.h5"
+        alone.write_bytes(maps.read_bytes())
+        caplog.clear()
+        project(ours, method="pca", align_to=alone)
+        told = [line for line in caplog.messages if "are paired by their numbers" in line]
+        assert len(told) == n_told
+        assert all("cannot be told" in line and alone.name in line for line in told)

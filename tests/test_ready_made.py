@@ -298,6 +298,52 @@ def test_no_column_beside_the_rows_takes_the_place_of_another(
     assert "x.npz: age is the column age_, for another one has its name" in caplog.messages
 
 
+@pytest.mark.parametrize("name", ["x.npz", "x.parquet"])
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (["a", "a", *map(str, range(58))], "the id 'a' comes 2 times"),
+        (["a", "", *map(str, range(58))], "the id of row 1 is empty"),
+        ([str(i) for i in range(60)], ""),
+    ],
+)
+def test_ids_that_do_not_tell_rows_apart_are_metadata_and_that_is_told(
+    here: Path, name: str, ids: list[str], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name == "x.npz":
+        np.savez(name, x=ROWS, ids=ids)
+    else:
+        write_parquet(name, {"x": ROWS.tolist(), "ids": ids})
+    run = opened(name)
+    assert run.ids == [str(i) for i in range(60)]
+    told = f"{name}: rows have their numbers as ids, and ids is metadata: {why}"
+    assert [one for one in caplog.messages if "as ids" in one] == ([told] if why else [])
+    assert list(run.metadata) == (["ids"] if why else [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (
+            np.arange(60) % 3 * 1.0,
+            "labels of x.npz are not whole numbers from -1 to 2, and so have no",
+        ),
+        (np.arange(60) % 4, "labels of x.npz are not whole numbers from -1 to 2, and so have no"),
+        (None, "x.npz has label_names and no labels that count through them"),
+        (np.arange(60) % 3, ""),
+        (np.array(["cat", "dog", ""])[np.arange(60) % 3], ""),
+    ],
+)
+def test_names_of_labels_that_are_not_put_on_them_are_told(
+    here: Path, labels: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["cat", "dog", "bird"]
+    np.savez("x.npz", x=ROWS, label_names=names, **({} if labels is None else {"labels": labels}))
+    opened("x.npz")
+    assert ("label_names" in caplog.text) == bool(told)
+    assert told in caplog.text
+
+
 def test_labels_that_a_file_has_no_room_for_are_refused(here: Path) -> None:
     np.savez("x.npz", x=ROWS, labels=["x" * 1100 + "ab"[i % 2] for i in range(60)])
     with pytest.raises(DataError, match=r"a label in labels of x.npz, .* more than 1,024 bytes"):

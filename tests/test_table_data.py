@@ -360,14 +360,46 @@ def test_quotation_marks_between_tabs_swallow_no_lines(tmp_path: Path) -> None:
     assert plain.texts("id") == list("1234")
     asked = read_table(path, quoting="rfc4180")
     assert asked.texts("text") == ["Hello, she said.\n2\tA plain line\n3\tand so it ended", "whole"]
-    assert any("1 row that goes over several lines, the first at line 2" in s for s in asked.notes)
+    assert any(
+        "1 row that goes over several lines, the first at line 2" in s for s in asked.remarks
+    )
     path.write_text('id\ttext\n1\t"a\tb"\n')
     with pytest.raises(DataError, match=r"line 2 of .*data.quoting"):
         read_table(path)
     path.with_suffix(".csv").write_text('id,text\n1,"a\nb"\n2,"c,d"\n')
     read = read_table(path.with_suffix(".csv"))
     assert read.texts("text") == ["a\nb", "c,d"]
-    assert any("1 row that goes over several lines, the first at line 2" in s for s in read.notes)
+    assert any("1 row that goes over several lines, the first at line 2" in s for s in read.remarks)
+    assert not any("passed over" in s for s in read.told())  # for no row is
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ('id\t"te\n1\ta"\ttext\n1\t2\tb\n', {}, r"lines 1 to 2 of .*data.quoting=none"),
+        ('id\t"a\ttext"\n1\tb\n', {}, r"line 1 of .*data.quoting=none"),
+        ('id\ttext\n1\t"Hello" she said\n', {}, "line 2 of .*; .*part of its texts .*quoting=none"),
+        ('id\ttext\n1\t"Hello\n', {}, "of .*; .*part of its texts .*quoting=none"),
+        ('id\ttext\n1\t"Hello\n', {"quoting": "rfc4180"}, "save the table as parquet$"),
+        ("\n\n", {}, "is empty"),
+    ],
+)
+def test_what_marks_between_tabs_make_of_a_header_or_a_cell_is_refused_with_the_setting_for_it(
+    content: str, options: Any, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.tsv").write_text(content)
+    with pytest.raises(DataError, match=words):
+        read_table(tmp_path / "x.tsv", **options)
+
+
+def test_marks_that_are_taken_away_between_tabs_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('id\ttext\n1\tsay "x"\n2\t"whole"\n3\t""\n')
+    for quoting, texts in ((None, ["whole", ""]), ("none", ['"whole"', '""'])):
+        read = read_table(path, quoting=quoting)
+        assert read.texts("text") == ['say "x"', *texts]
+        told = [line for line in read.told() if "are taken away, the first in line 3" in line]
+        assert len(told) == (quoting is None)
 
 
 def test_a_column_of_versions_is_kept_as_texts_and_that_is_told(folder: Path) -> None:
