@@ -385,8 +385,7 @@ class _Forward:
                 by_chance |= {size for one in tensors_in(output) for size in one.shape[1:]}
                 # A layer of the user's own may have one axis more, of codes or queries.
                 may_mix = not (self._is_known and plan.is_by_sample)
-                is_own = may_mix and not self._memory.first_pass
-                if is_own or piece.size in by_chance:
+                if (may_mix and not self._memory.first_pass) or piece.size in by_chance:
                     _require_samples_first(
                         plan,
                         got,
@@ -885,8 +884,6 @@ def _require_samples_first(
         return kept(run(some, of, len(tensors_of(some)[0])))
 
     before, few, mask = kept(output), min(2, n - 1), rows.mask
-    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.05
-    is_alike = functools.partial(_is_alike, most=most)
     mixed: list[str] = []
     try:
         found = again(slice(few))
@@ -908,7 +905,7 @@ def _require_samples_first(
                 f"{shown}, and {tuple(before[title].shape)} for {n}: a row is as long as the "
                 "batch, of which it says something; choose another layer"
             )
-        mixed += [] if is_alike(now, before[title][:few]) else [title]
+        mixed += [] if _gives_alike(plan, now, before[title][:few]) else [title]
     if mixed and not draws:
         log.warning(
             "%s: rows hang on the samples beside them, for two alone give others (a normalization "

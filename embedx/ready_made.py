@@ -139,11 +139,9 @@ class _Vectors:
 
 def _mark(path: Path) -> tuple[int, ...] | None:
     """What changes with a file that is replaced or written."""
-    try:
-        about = path.stat()
-    except OSError:  # which is told where it is read
-        return None
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+    with contextlib.suppress(OSError):  # which is told where it is read
+        return store.file_stamp(path.stat())
+    return None
 
 
 # --------------------------------------------------------------------------- the copy

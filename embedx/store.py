@@ -1375,7 +1375,7 @@ class Parts(Embeddings):
         for number in sorted(number for number, size in found.sizes.items() if size):
             file = part_path(path, number)
             try:
-                stamp = _stamp(os.stat(file))
+                stamp = file_stamp(os.stat(file))
             except FileNotFoundError:
                 raise _replaced(file) from None
             part = Embeddings(file)
@@ -1431,7 +1431,7 @@ class Parts(Embeddings):
     def _opened(self) -> Iterator[tuple[int, Embeddings]]:
         """The parts one after the other, each with the number of its first row."""
         for start, (file, stamp) in zip(self._starts, self._files, strict=False):
-            if not file.exists() or _stamp(os.stat(file)) != stamp:
+            if not file.exists() or file_stamp(os.stat(file)) != stamp:
                 raise _replaced(file)
             yield start, Embeddings(file)
 
@@ -1455,7 +1455,8 @@ class Parts(Embeddings):
 _Stamp = tuple[int, int, int, int]
 
 
-def _stamp(about: os.stat_result) -> _Stamp:
+def file_stamp(about: os.stat_result) -> _Stamp:
+    """What changes with a file that is replaced or written."""
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
@@ -1476,7 +1477,7 @@ class _Rows:
     def __call__(self) -> Array:
         try:
             with self.path.open("rb") as file:
-                if _stamp(os.fstat(file.fileno())) != self.stamp:
+                if file_stamp(os.fstat(file.fileno())) != self.stamp:
                     raise _replaced(self.path)
                 return np.memmap(file, self.dtype, "r", self.offset, self.shape)
         except FileNotFoundError:
