@@ -35,8 +35,9 @@ from torchvision.models import ResNet18_Weights, resnet18
 
 import embedx
 from embedx import data, models, pooling, store
-from embedx.forward import Plan, forward_of
+from embedx.forward import forward_of
 from embedx.inputs import Batches
+from embedx.plans import Plan
 from embedx.points import resolve_points
 from embedx.rows import Rows
 from embedx.threads import n_threads

@@ -20,7 +20,6 @@ from embedx.ablations import as_ablations
 from embedx.checks import checked
 from embedx.configs import public_config, settings_sha256
 from embedx.errors import ConfigError, StoreError
-from embedx.forward import Plan
 from embedx.inputs import (
     Network,
     Precision,
@@ -34,6 +33,7 @@ from embedx.layout import Status
 from embedx.models import Model, Preprocess
 from embedx.objectives import Objective, read_classes
 from embedx.parts import Engine, Feed
+from embedx.plans import Plan
 from embedx.points import Point, resolve_points
 from embedx.pooling import Function
 from embedx.runs import PARTS_MOST, ahead, cuts_of, run, run_part, run_parts, say_failed

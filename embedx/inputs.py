@@ -847,6 +847,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+    """The block in which a pass computes in half precision, where that was asked for."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype=half, enabled=half is not None)
+
+
 @contextlib.contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
     """fp32 means fp32, forward and back: TensorFloat-32 is off unless it was asked for, and so is

@@ -287,7 +287,7 @@ def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | No
             same of these in all passes; or there is another one, of other tokens.
     """
     _require_one_mask(inputs)
-    for name in _MASKS[:3]:
+    for name in MASKS[:3]:
         if isinstance(mask := inputs.get(name), Tensor):
             break
     else:
@@ -341,7 +341,7 @@ def strangers_to(mask: Tensor | None, inputs: Mapping[str, Any]) -> list[str]:
         name
         for name, given in inputs.items()
         if isinstance(given, Tensor)
-        and name not in _MASKS
+        and name not in MASKS
         and (
             # Pictures, films and sound, unless each token of the mask is one.
             ((given.ndim > 3 or name in _OF_SOUND) and given.shape[:2] != mask.shape)
@@ -352,6 +352,18 @@ def strangers_to(mask: Tensor | None, inputs: Mapping[str, Any]) -> list[str]:
                 and given.shape[1] == mask.shape[1]
             )
         )
+    ]
+
+
+def tokens_beside(mask: Tensor, inputs: Mapping[str, Any]) -> list[str]:
+    """The names of tensors ``(n, t, ...)`` that enter beside a mask ``(n, t)``."""
+    return [
+        name
+        for name, given in inputs.items()
+        if isinstance(given, Tensor)
+        and name not in MASKS
+        and mask.ndim == 2
+        and given.shape[:2] == mask.shape
     ]
 
 
@@ -388,7 +400,7 @@ def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
 
 def _require_one_mask(inputs: Mapping[str, Any]) -> None:
     """Refuse the masks of an encoder and a decoder that differ: a layer may be of either."""
-    masks = {name: inputs[name] for name in _MASKS if isinstance(inputs.get(name), Tensor)}
+    masks = {name: inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)}
     others = [name for name in masks if name in _OF_OTHER_TOKENS]
     if not others:
         return
@@ -410,7 +422,7 @@ _OF_OTHER_TOKENS = (
     *_OF_SECOND_SEQUENCES,
     *("encoder_attention_mask", "memory_key_padding_mask"),
 )
-_MASKS = ("attention_mask", "src_key_padding_mask", "key_padding_mask", *_OF_OTHER_TOKENS)
+MASKS = ("attention_mask", "src_key_padding_mask", "key_padding_mask", *_OF_OTHER_TOKENS)
 _SECOND_SEQUENCES = (
     *("decoder_input_ids", "decoder_inputs_embeds", "labels", "tgt", "trg", "tgt_tokens"),
     *("prev_output_tokens", "passage_ids", "visual_embeds", "visual_feats"),

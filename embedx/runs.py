@@ -25,7 +25,7 @@ from embedx.errors import (
     StoreError,
     number_of,
 )
-from embedx.forward import Plan, Results, forward_of, joined, unset, with_poolings_of
+from embedx.forward import Results, forward_of, joined, unset
 from embedx.inputs import (
     TOKENS_FIELD,
     Batch,
@@ -49,6 +49,7 @@ from embedx.parts import (
     stop_on_signal,
 )
 from embedx.pictures import whole_pictures
+from embedx.plans import Plan, with_poolings_of
 from embedx.progress import Progress
 from embedx.sources import Shards, Source
 from embedx.store import ENTERED, MADE_BY_FIRST, Embeddings, PartKind, Parts, PartsFound

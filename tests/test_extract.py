@@ -19,7 +19,7 @@ from PIL import Image, ImageFile
 from torch import Tensor, nn
 
 import embedx
-from embedx import data, forward, inputs, layout, models, store
+from embedx import data, inputs, layout, models, plans, store
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
 from embedx.pictures import decode_image, thumbnail
@@ -2090,7 +2090,7 @@ def test_tensors_are_made_on_the_cpu_whatever_the_default_device_is() -> None:
 def test_what_is_kept_of_the_samples_is_hashed_as_one_json_text(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_HASHED_ROWS", 3)
+    monkeypatch.setattr(plans, "_HASHED_ROWS", 3)
     metadata: dict[str, Any] = {
         "größe": np.arange(n) * 2.5,
         "is_old": np.arange(n) % 2 == 0,
@@ -2120,7 +2120,7 @@ def test_what_is_kept_of_the_samples_is_hashed_as_one_json_text(
                 },
             ]
             expected = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
-            assert forward._columns_sha256(source) == expected
+            assert plans._columns_sha256(source) == expected
 
 
 @pytest.mark.parametrize("kind", ["two inputs", "a list"])

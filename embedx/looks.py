@@ -1,0 +1,707 @@
+"""What further passes of the first batches show of a network, and the rows alone do not."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import random
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embedx import hooks
+from embedx.ablations import Ablation, Seen
+from embedx.errors import LayerError, ModelError, ShapeError, listed
+from embedx.fingerprints import code_sha256, state_marks, value_sha256
+from embedx.inputs import (
+    Batch,
+    Inputs,
+    Piece,
+    autocast,
+    mapped,
+    placed,
+    seed_all,
+    tensors_of,
+)
+from embedx.passes import FAST_PATHS_OFF, class_scores, run_model, tensors_in
+from embedx.plans import Plan
+from embedx.points import Point
+from embedx.rows import MASKS, Rows, tokens_beside, tokens_unknown
+
+log = logging.getLogger("embedx")
+
+
+class Looks:
+    """Looks at a network by further passes of what entered it, each once it can be taken.
+
+    Args:
+        plan: What is to do.
+        got: What is captured in each pass.
+        rows: Where it is pooled.
+        seen: What ablations see of a pass.
+        run: A pass of inputs, their labels and how many they are, and one back where gradients are
+            wanted.
+        is_known: Whether the network may be run otherwise than it is written.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        got: hooks.Capture,
+        rows: Rows,
+        seen: Seen,
+        run: Callable[[Inputs, Tensor | None, int], Any],
+        *,
+        is_known: bool,
+    ) -> None:
+        self._plan = plan
+        self._got = got
+        self._rows = rows
+        self._seen = seen
+        self._run = run
+        self._is_known = is_known
+        self._stack = contextlib.ExitStack()
+        self._are_changes_looked_at = plan.objective is None and not plan.ablated
+        self._are_samples_looked_at = False
+        self._is_padding_looked_at = plan.model.tokenizer is None
+        self._is_within_looked_at = plan.objective is not None or bool(plan.ablated)
+        self._is_mask_looked_at = is_known
+        self._of_mask: set[str] = set()
+
+    def end(self) -> None:
+        """Take the ablations away again."""
+        self._stack.close()
+
+    def before_pass(self, inputs: Inputs, labels: Tensor | None, *, n: int, seed: int) -> None:
+        """Before the first pass: set the ablations, and see that nothing else changes by them.
+
+        Raises:
+            LayerError: What is asked for changes what the model gives.
+        """
+        if not self._are_changes_looked_at:
+            self._are_changes_looked_at = True
+            self._look_at_changes(inputs, labels, n=n, seed=seed)
+
+    def after_pass(
+        self,
+        batch: Batch,
+        piece: Piece,
+        inputs: Inputs,
+        labels: Tensor | None,
+        output: Any,
+        *,
+        seed: int,
+        draws: bool,
+        keeps: bool,
+    ) -> None:
+        """See what a pass and some more like it show; what was captured is another afterwards.
+
+        Args:
+            batch: What was read.
+            piece: What of it entered.
+            inputs: That, as it entered.
+            labels: Theirs.
+            output: What the model gave.
+            seed: Of the pass.
+            draws: Whether a pass draws random numbers, so that rows cannot be compared.
+            keeps: Whether the first pass made something that stays.
+
+        Raises:
+            ModelError: A text has another row when padded.
+            ShapeError: What a layer gives is not one row a sample, or not of the mask's tokens.
+        """
+        n = piece.size
+        if not self._are_samples_looked_at and n > 1:
+            self._are_samples_looked_at = True
+            by_chance = {size for one in tensors_of(inputs) for size in one.shape[1:]}
+            by_chance |= self._rows.other_sizes | self._seen.sizes
+            by_chance |= {size for one in tensors_in(output) for size in one.shape[1:]}
+            # A layer of the user's own may have one axis more, of codes or queries.
+            may_mix = not (self._is_known and self._plan.is_by_sample)
+            if (may_mix and not keeps) or n in by_chance:
+                self._require_samples_first(inputs, labels, output, n=n, draws=draws)
+        if not self._is_padding_looked_at:
+            self._is_padding_looked_at = self._require_padding_unseen(batch)
+        if new := self._rows.masked - self._of_mask:
+            self._of_mask |= new
+            if self._seen.strangers:
+                assert isinstance(inputs, dict)
+                self._require_own_tokens(new, inputs, self._seen.strangers, seed=seed)
+            elif not keeps and not self._is_known and isinstance(inputs, dict):
+                self._require_mask_of(new, inputs, seed=seed)
+        if not self._is_mask_looked_at and self._has_masked_padding:
+            self._is_mask_looked_at = True
+            if not keeps and not draws and isinstance(inputs, dict):
+                self._say_of_padded_places(inputs, labels, n=n, seed=seed)
+        if not self._is_within_looked_at:
+            self._is_within_looked_at = True
+            if not keeps:
+                self._say_of_padding_within(inputs, output, seed=seed)
+
+    @property
+    def _has_masked_padding(self) -> bool:
+        mask = self._rows.mask
+        return bool(self._rows.masked) and mask is not None and not bool(mask.all())
+
+    def _plain(self, inputs: Inputs, *, seed: int) -> Any:
+        """A pass that leaves the inputs as they are, and nothing is changed in or asked for."""
+        plan = self._plan
+        seed_all(seed, plan.device)
+        with autocast(plan.precision, plan.device):
+            return run_model(plan.model.module, _copied(inputs), title=plan.model.name)
+
+    def _look_at_changes(self, inputs: Inputs, labels: Tensor | None, *, n: int, seed: int) -> None:
+        plan, got = self._plan, self._got
+        module, title = plan.model.module, plan.model.name
+        if plan.objective is not None:
+            got.remove()
+        others = [point for point in plan.points if point.what in ("output", "input")]
+        found = []
+        with (
+            hooks.Capture(module, others, reduce=self._rows.reduce, only_here=True) as before,
+            FAST_PATHS_OFF,
+        ):
+            for _ in range(2):
+                output = self._plain(inputs, seed=seed)
+                found.append([output, {one.name: before[one.name].clone() for one in others}])
+        got.set()
+        plain: list[Any] | None = found[0]
+        got.is_verified = _gives_alike(plan, *found)
+        if not got.is_verified:  # then nothing can be told by it
+            plain = None
+            log.warning(
+                "%s gives something else in each pass, so that it cannot be seen whether it does "
+                "so because %s is asked for",
+                title,
+                _asked_for(plan),
+            )
+        if plan.ablated:
+            ablating = _ablating(plan, self._seen)
+            ablating.is_verified = got.is_verified
+            self._stack.callback(ablating.remove)
+            self._seen.is_plain = True
+            seed_all(seed, plan.device)
+            output = self._run(_copied(inputs), labels, n)
+            self._seen.is_plain = False
+            ablating.require_fired()
+            _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+            rows_before = {point.name: got[point.name] for point in plan.points}
+            seed_all(seed, plan.device)
+            self._run(_copied(inputs), labels, n)
+            if all(_is_same(rows_before[key], got[key]) for key in rows_before):
+                log.warning(
+                    "the ablations change none of the rows of the first batch: they are of layers "
+                    "that do not lead to %s, or change no number",
+                    ", ".join(rows_before),
+                )
+        elif plan.objective is not None:
+            seed_all(seed, plan.device)
+            output = self._run(_copied(inputs), labels, n)
+            _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
+        seed_all(seed, plan.device)
+
+    def _require_samples_first(
+        self,
+        inputs: Inputs,
+        labels: Tensor | None,
+        output: Any,
+        *,
+        n: int,
+        draws: bool,
+    ) -> None:
+        """See by two samples alone that a row is one a sample, and has no axis of the batch.
+
+        Args:
+            inputs: Of the n samples.
+            labels: Theirs.
+            output: What the model gave for them.
+            n: How many, at least 2.
+            draws: Whether a pass draws random numbers, so that rows cannot be compared.
+
+        Raises:
+            ShapeError: The first axis of what a layer gives is not that of the samples, or another
+                one is as long as there are of them.
+        """
+
+        plan, got, rows = self._plan, self._got, self._rows
+
+        def kept(output: Any) -> dict[str, Tensor]:
+            found = {f"layer {point.name}": got[point.name] for point in plan.points}
+            scores = class_scores(output)
+            if scores is not None and (plan.save_outputs or plan.objective is not None):
+                found[f"the output of {plan.model.name}"] = scores
+            return found
+
+        def again(rows_of: slice | list[int]) -> dict[str, Tensor]:
+            some = _copied(mapped(inputs, lambda tensor: tensor[rows_of]))
+            rows.mask = None if mask is None else mask[rows_of]
+            of = None if labels is None else labels[rows_of]
+            seed_all(0, plan.device)
+            try:
+                return kept(self._run(some, of, len(tensors_of(some)[0])))
+            finally:
+                rows.mask = mask
+
+        before, few, mask = kept(output), min(2, n - 1), rows.mask
+        mixed: list[str] = []
+        try:
+            found = again(slice(few))
+        except (ModelError, LayerError):
+            found = {}
+        except ShapeError as error:  # of a pooling that holds something for a whole batch
+            if not str(error).startswith("layer "):
+                raise
+            found = {}
+        for title, now in found.items():
+            shown = f"{title} gives {tuple(now.shape)} for {few} samples after pooling"
+            if len(now) != few:
+                raise ShapeError(
+                    f"{shown}, so its first axis is not that of the samples, though {n} long for "
+                    f"{n} of them; {_SAMPLES_FIRST}"
+                )
+            if now.shape[1:] != before[title].shape[1:]:
+                raise ShapeError(
+                    f"{shown}, and {tuple(before[title].shape)} for {n}: a row is as long as the "
+                    "batch, of which it says something; choose another layer"
+                )
+            mixed += [] if _gives_alike(plan, now, before[title][:few]) else [title]
+        if mixed and not draws:
+            log.warning(
+                "%s: rows hang on the samples beside them, for two alone give others (a "
+                "normalization over the batch, or tokens before samples); batch_size=1 gives each "
+                "its own",
+                listed(mixed),
+            )
+        if found:
+            return
+        # A model may be written for one size of batch alone: the samples in the other order then
+        # show whether the rows go with them.
+        backwards = list(range(n))[::-1]
+        with contextlib.suppress(ModelError, LayerError):
+            for title, now in again(backwards).items():
+                was = before[title]
+                if _is_near(now, was[backwards]):
+                    continue
+                if not _is_near(now, was):
+                    log.warning(
+                        "%s gives %s for %s samples, and whether its first axis is theirs could "
+                        "not be told: the model takes no other number of them",
+                        title,
+                        tuple(now.shape),
+                        n,
+                    )
+                else:
+                    raise ShapeError(
+                        f"{title} gives the same {tuple(now.shape)} for {n} samples in the other "
+                        f"order, so its first axis is not that of the samples; {_SAMPLES_FIRST}"
+                    )
+
+    def _require_padding_unseen(self, batch: Batch) -> bool:
+        """See that a text has the row that it has alone, also padded beside the longest one.
+
+        Returns:
+            Whether the batch had texts of two lengths to see it by.
+
+        Raises:
+            ModelError: It has another one: the network takes a mask of padding and does not keep
+                to it.
+        """
+        plan, got, rows = self._plan, self._got, self._rows
+        assert plan.model.tokenizer is not None
+        longest, few = batch.pieces[0].inputs, batch.pieces[-1].inputs
+        assert isinstance(longest, dict)
+        assert isinstance(few, dict)
+        lengths = few["attention_mask"].sum(1)
+        i, n_more = int(lengths.argmin()), longest["attention_mask"].shape[1] - int(lengths.min())
+        if not n_more:
+            return False
+        is_text = few["attention_mask"][i] != 0
+        alone = {name: tensor[i : i + 1, is_text] for name, tensor in few.items()}
+        padding = {"input_ids": plan.model.tokenizer.pad_id}
+        padded = {
+            name: nn.functional.pad(tensor, (0, n_more), value=padding.get(name, 0))
+            for name, tensor in alone.items()
+        }
+        label = torch.zeros(1, dtype=torch.long, device=plan.device)
+        mask, found = rows.mask, []
+        for inputs in (alone, padded):
+            rows.mask = (
+                (inputs["attention_mask"] != 0).to(plan.device) if mask is not None else None
+            )
+            seed_all(0, plan.device)
+            self._run(placed(inputs, plan.device), label if plan.objective == "loss" else None, 1)
+            found.append({point.name: got[point.name].clone() for point in plan.points})
+        rows.mask = mask
+        most = 1e-4 if plan.precision == "fp32" else 0.1
+        for name, row in found[0].items():
+            if found[1][name].shape == row.shape and not _is_alike(found[1][name], row, most=most):
+                raise ModelError(
+                    f"{plan.model.name} gives a text another row at {name} when it is padded "
+                    "beside longer ones, though it takes an attention_mask; such rows would hang "
+                    "on their batch: use batch_size=1, or another encoder"
+                )
+        return True
+
+    def _say_of_padding_within(self, inputs: Inputs, output: Any, *, seed: int) -> None:
+        """Say where the network masks padding by itself, and where torch treats it otherwise.
+
+        Two more passes of the first batch, of networks with layers that can have a mask.
+        """
+        module, title, rows = self._plan.model.module, self._plan.model.name, self._rows
+        layers = dict(module.named_modules())
+        fused = any(isinstance(layer, nn.TransformerEncoder) for layer in layers.values())
+        takers = rows.mask_takers if rows.mask is None and not self._is_known else []
+        if not fused and not (takers and any(isinstance(x, _MASKED) for x in layers.values())):
+            return
+        masked: list[str] = []
+
+        def entered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if _has_padding(layers[name], args, kwargs):
+                masked.append(name)
+
+        self._got.remove()
+        try:
+            if takers:
+                with hooks.watched(module, entered=entered, left=lambda *_: None):
+                    self._plain(inputs, seed=seed)
+            if fused:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # nested tensors are a prototype
+                    plain = self._plain(inputs, seed=seed)
+                if output is not None and not _gives_alike(self._plan, plain, output):
+                    log.warning(
+                        "%s gives something else by torch's fused encoder, which is off while "
+                        "layers are looked at: it makes zeros of padding, which a later layer "
+                        "sees; rows are those without it, as in training",
+                        title,
+                    )
+        finally:
+            self._got.set()
+        if masked:
+            log.warning(
+                "%s masks padding by itself, at %s, and which tokens these are is not known here: "
+                "padding counts as tokens in the rows of %s; give an attention_mask with the "
+                "samples, or a pooling of your own",
+                title,
+                masked[0] or "its entrance",
+                ", ".join(takers),
+            )
+
+    def _say_of_padded_places(
+        self, inputs: dict[str, Tensor], labels: Tensor | None, *, n: int, seed: int
+    ) -> None:
+        """Say which rows are others where something else stands at the places of padding.
+
+        Raises:
+            LayerError: A point did not fire.
+        """
+        mask = self._rows.mask
+        assert mask is not None
+        first = mask.int().argmax(1)
+        changed = dict(inputs)
+        for name in tokens_beside(mask, inputs):
+            given = inputs[name]
+            of_a_token = given[torch.arange(n, device=given.device), first][:, None]
+            is_token = mask.reshape(mask.shape + (1,) * (given.ndim - 2))
+            changed[name] = torch.where(is_token, given, of_a_token)
+        found = []
+        for some in (inputs, changed):
+            seed_all(seed, self._plan.device)
+            self._run(_copied(some), labels, n)
+            found.append({name: self._got[name].clone() for name in self._rows.masked})
+        others = [
+            name
+            for name, rows in sorted(found[0].items())
+            if not _gives_alike(self._plan, found[1][name], rows)
+        ]
+        if others:
+            log.warning(
+                "%s: rows hang on what stands at the places of padding, and so on how long others "
+                "of a batch are: %s looks at them all the same, or its tokens are there in another "
+                "order than in the mask; batch_size=1 without padding gives others",
+                listed(others),
+                self._plan.model.name,
+            )
+
+    def _require_mask_of(
+        self, names: Collection[str], inputs: dict[str, Tensor], *, seed: int
+    ) -> None:
+        """See that the mask is not of another sequence than the one whose tokens layers give.
+
+        Of two sequences that enter each may be one token shorter, the one of the mask only with it.
+
+        Raises:
+            ShapeError: The mask is of another one.
+        """
+        mask = self._rows.mask
+        assert mask is not None
+        if mask.ndim != 2 or mask.shape[1] < 2 or len(tokens_beside(mask, inputs)) < 2:
+            return
+        masks = [name for name in inputs if name in MASKS]
+        points = self._forward_points(names)
+        alone: dict[str, set[str]] = {}  # sequences that may be shorter by themselves: their layers
+        tied = []
+        self._got.remove()
+        with hooks.Capture(
+            self._plan.model.module,
+            points,
+            reduce=lambda _, activation: activation.new_tensor(activation.shape[1:2]),
+            only_here=True,
+        ) as got:
+            for name in tokens_beside(mask, inputs):
+                for cut in ([name], [name, *masks]):
+                    some = {key: one[:, :-1] if key in cut else one for key, one in inputs.items()}
+                    try:
+                        self._plain(some, seed=seed)
+                        lengths = {point.name: int(got[point.name][0]) for point in points}
+                    except (ModelError, LayerError, ShapeError):
+                        continue
+                    if len(cut) == 1:
+                        of_it = (key for key, t in lengths.items() if t == mask.shape[1] - 1)
+                        alone[name] = set(of_it)
+                    else:
+                        tied.append(name)
+                    break
+        self._got.set()
+        for name, layers in alone.items():
+            if tied and layers:
+                raise ShapeError(
+                    f"layer {listed(sorted(layers))}: its tokens are those of {name}, and the mask "
+                    f"of padding is of {listed(tied)}; choose a pooling that takes no mask, such "
+                    "as pooling=cls or a function of your own, or run that part of the model alone"
+                )
+
+    def _forward_points(self, names: Collection[str]) -> list[Point]:
+        """Where tensors go by that points of these names are of, or are the gradients of."""
+        return list(
+            {
+                dataclasses.replace(point, what="input" if point.is_at_input else "output")
+                for point in self._plan.points
+                if point.name in names
+            }
+        )
+
+    def _require_own_tokens(
+        self, names: Collection[str], inputs: dict[str, Tensor], others: Sequence[str], *, seed: int
+    ) -> None:
+        """See that the tokens of layers are those of the mask, where others enter beside them.
+
+        Raises:
+            ShapeError: They are not, or both lead to the layer.
+        """
+        points = self._forward_points(names)
+        changed = {name: _another(one) if name in others else one for name, one in inputs.items()}
+        found = []
+        self._got.remove()
+        with hooks.Capture(
+            self._plan.model.module,
+            points,
+            reduce=lambda _, activation: activation.float().mean(1),
+            only_here=True,
+        ) as got:
+            for given in (inputs, changed):
+                self._plain(given, seed=seed)
+                found.append({point.name: got[point.name].clone() for point in points})
+        self._got.set()
+        for name, rows in found[0].items():
+            if not _is_near(found[1][name], rows):
+                raise tokens_unknown(name, others)
+
+
+class Memory:
+    """What code of the user's own keeps of a pass for later ones, seen on the first two.
+
+    A layer that is made when the size of the input is known, a centre of the first batch, a
+    generator: rows then hang on which batch came first.
+
+    Attributes:
+        first_pass: SHA-256 of what was another after the first pass; "" where nothing was. A run
+            that goes on, whose first batch is another, has to find the same.
+    """
+
+    def __init__(self, plan: Plan, *, is_known: bool) -> None:
+        self.first_pass = ""
+        self._plan = plan
+        self._is_known = is_known
+        self._n_passes = 2 if is_known and not plan.has_own_pooling else 0  # that need no look
+        self._before: tuple[str, dict[str, str]] = "", {}
+        self._said_of_zeros = plan.is_by_sample
+
+    def before_pass(self) -> None:
+        if not self._n_passes:
+            self._before = self._kept(), self._marks()
+
+    def after_pass(self) -> None:
+        self._n_passes += 1
+        if self._n_passes > 2:
+            return
+        kept, (before, marks) = self._kept(), self._before
+        if self._n_passes == 1:
+            now = self._marks()
+            others = sorted((name, mark) for name, mark in now.items() if marks.get(name) != mark)
+            self._before = kept, now
+            if kept != before or others:
+                self.first_pass = value_sha256([kept, others])
+        elif kept != before:
+            log.warning(
+                "%s or its pooling keeps something from pass to pass; if that enters the rows, a "
+                "run that was interrupted and goes on gives others",
+                self._plan.model.name,
+            )
+        elif self.first_pass:
+            log.warning(
+                "%s or its pooling has made something in its first pass that later ones may use "
+                "(a layer, a centre, a cache): if the run is interrupted, it goes on only where "
+                "its first pass makes the same",
+                self._plan.model.name,
+            )
+
+    def end(self) -> None:
+        """Say what the only pass has made; of several the second one said it."""
+        if self._n_passes == 1 and self.first_pass:
+            log.warning(
+                "%s or its pooling has made something in its pass that stays (a layer, a centre, "
+                "a cache)",
+                self._plan.model.name,
+            )
+
+    def _kept(self) -> str:
+        """SHA-256 of what the code of the user's own holds, its weights aside."""
+        held = [value_sha256(one.function) for one in self._plan.poolings if one.code]
+        code = "" if self._is_known else code_sha256(self._plan.model.module)
+        return "".join([code, *held])
+
+    def _marks(self) -> dict[str, str]:
+        return {} if self._is_known else state_marks(self._plan.model.module)
+
+    def say_of_zeros(self, batch: Batch) -> None:
+        """Say once that something stands in a batch in place of what could not be read."""
+        if batch.reasons and not self._said_of_zeros:
+            self._said_of_zeros = True
+            log.warning(
+                "in place of what cannot be read, such as row %s, %s enter beside the others of "
+                "its batch; where %s sees the samples of a batch together, their rows hang on it",
+                batch.start + min(batch.reasons),
+                "copies of other items" if self._plan.source.collate is not None else "zeros",
+                self._plan.model.name,
+            )
+
+
+def own_generators(module: nn.Module) -> list[str]:
+    """The random generators that modules of a network hold, by their names."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return [
+        ".".join(filter(None, (name, key)))
+        for name, child in module.named_modules()
+        for key, value in {**vars(type(child)), **vars(child)}.items()
+        if isinstance(value, kinds)
+    ]
+
+
+def _ablating(plan: Plan, seen: Seen) -> hooks.Intervention:
+    changes: dict[str, list[hooks.Change]] = {}
+    for point, one in plan.ablated:
+        change = functools.partial(_unless_plain, one, seen)
+        changes.setdefault(point.name, []).append(change)
+    # They stand in the identity as they were asked for, and hold the batch at hand.
+    return hooks.intervene(plan.model.module, changes, is_told=False)
+
+
+def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
+    return value if seen.is_plain else ablation.changed(value, seen)
+
+
+def _copied(inputs: Inputs) -> Inputs:
+    """A model may work in place on what enters it."""
+    return mapped(inputs, torch.clone)
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """What may enter a model in the place of a tensor and is another everywhere."""
+    return 1 - tensor if tensor.is_floating_point() else (tensor == 0).to(tensor.dtype)
+
+
+_MASKED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention, nn.RNNBase)
+_AT = {nn.TransformerEncoder: 2, nn.TransformerEncoderLayer: 2, nn.MultiheadAttention: 3}
+
+
+def _has_padding(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a layer is given a mask of padding, or sequences of several lengths as one."""
+    if isinstance(layer, nn.RNNBase):
+        packed = next((one for one in args if isinstance(one, nn.utils.rnn.PackedSequence)), None)
+        return packed is not None and bool((packed.batch_sizes != packed.batch_sizes[0]).any())
+    if not isinstance(layer, _MASKED):
+        return False
+    place = next(at for kind, at in _AT.items() if isinstance(layer, kind))
+    name = "key_padding_mask" if place == 3 else "src_key_padding_mask"
+    mask = kwargs.get(name, args[place] if len(args) > place else None)
+    if not isinstance(mask, Tensor):
+        return False
+    return bool(mask.any() if mask.dtype == torch.bool else (mask < 0).any())
+
+
+def _asked_for(plan: Plan) -> str:
+    """The gradients, or else the points of the ablations."""
+    gradients = [point.name for point in plan.points if point.is_gradient]
+    return ", ".join(gradients or [point.name for point, _ in plan.ablated])
+
+
+def _require_same(plan: Plan, plain: Any, found: Any) -> None:
+    """Raise LayerError if the model gives something else when gradients or changes are asked for.
+
+    Copies go on in place of some tensors then: what a layer does to them in place, others do not
+    see that hold the tensor itself.
+    """
+    if plain is not None and not _gives_alike(plan, plain, found):
+        raise LayerError(
+            f"{plan.model.name} gives something else when {_asked_for(plan)} is asked for: a layer "
+            "there works in place on what another one takes too; name the layer before, or one "
+            "around it"
+        )
+
+
+def _gives_alike(plan: Plan, output: Any, other: Any) -> bool:
+    tensors = zip(tensors_in(output), tensors_in(other), strict=False)
+    most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.05
+    return all(_is_alike(one, another, most=most) for one, another in tensors)
+
+
+_SAMPLES_FIRST = (
+    "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"
+)
+
+
+def _is_same(rows: Tensor, others: Tensor) -> bool:
+    """Whether they are equal, NaN to NaN too."""
+    if rows.shape != others.shape:
+        return False
+    return bool(((rows == others) | (rows.isnan() & others.isnan())).all())
+
+
+def _is_near(rows: Tensor, others: Tensor) -> bool:
+    return rows.shape == others.shape and torch.allclose(
+        rows.double(), others.double(), rtol=1e-3, atol=1e-6, equal_nan=True
+    )
+
+
+def _is_alike(values: Tensor, others: Tensor, *, most: float) -> bool:
+    """Whether they differ by at most a share of the largest, masked ones aside.
+
+    Scores of classes that are masked are often -1e9 or less, and would hide all others: what is
+    10,000 times as large as nearly all is held to its own size alone.
+    """
+    if values.shape != others.shape:
+        return False
+    ours, theirs = values.detach().double().flatten(), others.detach().double().flatten()
+    sizes = theirs.abs()
+    sizes = sizes[sizes.isfinite() & (sizes > 0)]
+    if not torch.equal(ours.isfinite(), theirs.isfinite()) or not len(sizes):
+        return bool(torch.equal(ours.nan_to_num(), theirs.nan_to_num()))
+    small = sizes.kthvalue(1 + len(sizes) // 100).values
+    scale = sizes[sizes <= 1e4 * small].amax()
+    is_near = (ours - theirs).abs() <= most * torch.maximum(scale, theirs.abs())
+    return bool((is_near | ~theirs.isfinite()).all())
