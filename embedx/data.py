@@ -679,11 +679,19 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         fingerprint=digest.hexdigest(),
         labels=labels,
         are_labelled=are_labelled,
-        are_pairs=any(isinstance(raw, tuple) and len(raw) > 1 for raw in good.values()),
+        are_pairs=any(_has_label(raw) for raw in good.values()),
         draws=any(drawn),
         is_unsteady=is_unsteady,
         are_padded=are_padded,
     )
+
+
+def _has_label(raw: Any) -> bool:
+    """Whether something stands beside the input of an item, or goes by the name of a label."""
+    if isinstance(raw, Mapping):
+        named = (raw[key] for key in ("label", "labels", "target", "targets") if key in raw)
+        return any(np.ndim(value) == 0 for value in named)
+    return isinstance(raw, tuple) and len(raw) > 1
 
 
 def copied(item: Any) -> Any:

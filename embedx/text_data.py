@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from embedx import data, sources
 from embedx.columns import TEXT_BYTES_MOST, kept, minus_one_told, whole_numbers
 from embedx.errors import ConfigError, DataError
+from embedx.pictures import SUFFIXES
 from embedx.sources import Array, Source
 from embedx.table_files import SEPARATORS, Quoting, label_column, read_table, require_column
 
@@ -25,6 +27,7 @@ def text(
     column: str | None = None,
     label: str | None = None,
     id: str | None = None,
+    delimiter: str | None = None,
     quoting: Quoting | None = None,
     limit: int | None = None,
 ) -> Source:
@@ -40,6 +43,8 @@ def text(
             ``label``, ``labels``, ``class``, ``target`` or ``targets`` where not given; ``none``
             for none.
         id: The column of unique ids; None for row numbers.
+        delimiter: What separates the cells of a ``.csv`` or ``.tsv``: ``,`` and a tab where not
+            given.
         quoting: ``none`` where quotation marks in a ``.csv`` or ``.tsv`` are part of its texts,
             ``rfc4180`` where they put tabs and line ends into a cell; refused where it matters in
             a ``.tsv`` and is not given.
@@ -63,6 +68,7 @@ def text(
             ("column", column),
             ("label", label),
             ("id", id),
+            ("delimiter", delimiter),
             ("quoting", quoting),
         ):
             if value is not None:
@@ -73,7 +79,15 @@ def text(
         return _lines(file, limit=limit)
     if file.suffix.lower() not in _TABLES:
         raise DataError(f"data.path {path} is of no kind that is read; name one of {kinds}")
-    return _table(file, column=column, label=label, id=id, quoting=quoting, limit=limit)
+    return _table(
+        file,
+        column=column,
+        label=label,
+        id=id,
+        delimiter=delimiter,
+        quoting=quoting,
+        limit=limit,
+    )
 
 
 # --------------------------------------------------------------------------- lines
@@ -193,11 +207,12 @@ def _table(
     column: str | None,
     label: str | None,
     id: str | None,
+    delimiter: str | None,
     quoting: Quoting | None,
     limit: int | None,
 ) -> Source:
     sources.limited(1, limit)
-    table = read_table(file, limit=limit, quoting=quoting)
+    table = read_table(file, limit=limit, delimiter=delimiter, quoting=quoting)
     if column is None:
         raise ConfigError(
             f"{file} is a table; say which column holds the texts: data.column= one of "
@@ -286,6 +301,13 @@ def in_memory(items: Sequence[Any], *, labels: Any = None, ids: Any = None) -> S
     fingerprint, hashes = _hashes(texts)
     own = [one if isinstance(one, str) else "" for one in texts]
     column, notes = kept(own, "text", is_item=True)
+    aloud = base.warnings
+    some = own[:: max(1, len(own) // 16)]
+    if all(os.path.splitext(one)[1].lower() in SUFFIXES and os.path.isfile(one) for one in some):
+        aloud += (
+            f"the texts are paths of pictures that are there, such as {some[0]}, and are taken as "
+            "texts; for the pictures give their folder, a table of them or a Dataset",
+        )
     n_classes = len(base.label_names) or "no"
     return dataclasses.replace(
         base,
@@ -294,5 +316,6 @@ def in_memory(items: Sequence[Any], *, labels: Any = None, ids: Any = None) -> S
         fingerprint=fingerprint,
         item_hashes=hashes,
         metadata={"text": column},
+        warnings=aloud,
         notes=(f"texts: {len(texts):,} texts, {n_classes} classes", *notes),
     )

@@ -923,6 +923,19 @@ def test_labels_in_items_that_are_no_whole_numbers_are_said_not_to_be_read(label
     assert data.in_memory(_Dataset(items), labels=["a", "b"]).warnings == ()
 
 
+def test_labels_in_dicts_are_said_not_to_be_read() -> None:
+    for name, label, is_said in (
+        ("label", 1, True),
+        ("labels", torch.tensor(2), True),
+        ("target", "cat", True),
+        ("target", torch.zeros(3), False),  # a sequence that enters the model
+        ("x", 1.0, False),
+    ):
+        items = [{"input_ids": torch.ones(2), name: label}] * 3
+        said = " ".join(data.in_memory(_Dataset(items)).warnings)
+        assert ("are not read; give them as labels=" in said) == is_said
+
+
 def test_a_label_unlike_those_that_were_seen_fails_its_item_alone() -> None:
     items: list[Any] = [(torch.zeros(2), i % 3) for i in range(100)]
     items[1], items[2], items[3] = (torch.zeros(2), "x\ny"), (torch.zeros(2), 3), torch.zeros(2)

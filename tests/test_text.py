@@ -861,3 +861,27 @@ def test_sources_of_texts_import_no_torch() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     assert SUFFIXES
+
+
+def test_a_table_of_texts_may_have_semicolons_between_its_cells(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("id;body\n1;one, two\n2;three\n")
+    with pytest.raises(DataError, match=r"is it ';'\? give data.delimiter"):
+        text_data.text(str(path), column="body")
+    source = text_data.text(str(path), column="body", id="id", delimiter=";")
+    assert (source.ids, source.read(0)) == (["1", "2"], "one, two")
+    lines = tmp_path / "lines.txt"
+    lines.write_text("one\n")
+    with pytest.raises(ConfigError, match="delimiter=; is for a table"):
+        text_data.text(str(lines), delimiter=";")
+
+
+def test_paths_of_pictures_that_are_taken_as_texts_are_said_to_be(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{i}.jpg") for i in range(3)]
+    long = "x" * 300 + ".png"
+    for texts in (paths, [long, "\0.jpg"]):
+        assert text_data.in_memory(texts).warnings == ()
+    for path in paths:
+        Path(path).touch()
+    assert "are paths of pictures" in " ".join(text_data.in_memory(paths).warnings)
+    assert text_data.in_memory([*paths, "a text"]).warnings == ()
