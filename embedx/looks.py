@@ -394,35 +394,48 @@ class Looks:
     def _say_of_padded_places(
         self, inputs: dict[str, Tensor], labels: Tensor | None, *, n: int, seed: int
     ) -> None:
-        """Say which rows are others where something else stands at the places of padding.
+        """Say which rows hang on padding: the sample of the fewest tokens has another one alone.
+
+        Where the model does not take it without its padding, other tokens enter at the places of
+        that; it alone would not do, for a model may know padding by what stands there.
 
         Raises:
             LayerError: A point did not fire.
         """
         mask = self._rows.mask
         assert mask is not None
-        first = mask.int().argmax(1)
-        changed = dict(inputs)
-        for name in tokens_beside(mask, inputs):
-            given = inputs[name]
-            of_a_token = given[torch.arange(n, device=given.device), first][:, None]
-            is_token = mask.reshape(mask.shape + (1,) * (given.ndim - 2))
-            changed[name] = torch.where(is_token, given, of_a_token)
-        found = []
-        for some in (inputs, changed):
+        beside = tokens_beside(mask, inputs)
+        i = int(mask.sum(1).argmin())
+        alone, changed = dict(inputs), dict(inputs)
+        for name, given in inputs.items():
+            is_of_tokens = name in beside or (name in MASKS and given.shape == mask.shape)
+            alone[name] = given[i : i + 1, mask[i]] if is_of_tokens else given[i : i + 1]
+            if name in beside:
+                of_a_token = given[torch.arange(n, device=given.device), mask.int().argmax(1)]
+                is_token = mask.reshape(mask.shape + (1,) * (given.ndim - 2))
+                changed[name] = torch.where(is_token, given, of_a_token[:, None])
+
+        def row(some: Inputs, of: slice) -> dict[str, Tensor]:
+            self._rows.mask = alone_mask if some is alone else mask
             seed_all(seed, self._plan.device)
-            self._run(_copied(some), labels, n)
-            found.append({name: self._got[name].clone() for name in self._rows.masked})
-        others = [
-            name
-            for name, rows in sorted(found[0].items())
-            if not _gives_alike(self._plan, found[1][name], rows)
-        ]
+            try:
+                self._run(_copied(some), None if labels is None else labels[of], of.stop - of.start)
+            finally:
+                self._rows.mask = mask
+            return {name: self._got[name][0 if some is alone else i].clone() for name in masked}
+
+        masked = sorted(self._rows.masked)
+        alone_mask = mask[i : i + 1, mask[i]]
+        plain = row(inputs, slice(0, n))
+        try:
+            other = row(alone, slice(i, i + 1))
+        except (ModelError, LayerError, ShapeError):
+            other = row(changed, slice(0, n))
+        others = [name for name in masked if not _gives_alike(self._plan, other[name], plain[name])]
         if others:
             log.warning(
-                "%s: rows hang on what stands at the places of padding, and so on how long others "
-                "of a batch are: %s looks at them all the same, or its tokens are there in another "
-                "order than in the mask; batch_size=1 without padding gives others",
+                "%s: rows hang on padding, for a sample without its own has another one: %s looks "
+                "at padding too, or its tokens are in another order than those of the mask",
                 listed(others),
                 self._plan.model.name,
             )
@@ -439,9 +452,10 @@ class Looks:
         """
         mask = self._rows.mask
         assert mask is not None
-        if mask.ndim != 2 or mask.shape[1] < 2 or len(tokens_beside(mask, inputs)) < 2:
-            return
         masks = [name for name in inputs if name in MASKS]
+        is_one = len(masks) == 1  # several are equal: each sequence has its own
+        if not is_one or mask.ndim != 2 or len(tokens_beside(mask, inputs)) < 2:
+            return
         points = self._forward_points(names)
         alone: dict[str, set[str]] = {}  # sequences that may be shorter by themselves: their layers
         tied = []

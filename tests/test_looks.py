@@ -62,7 +62,7 @@ def test_a_mask_of_one_sequence_is_not_taken_for_another_of_any_name(
             alone = model.encoder(model.tokens(text)[None])[0]
         wanted = alone.amax(0) if pool == "max_token" else alone.mean(0)
         assert np.allclose(row, wanted, atol=1e-5)
-    assert "places of padding" not in caplog.text
+    assert "hang on padding" not in caplog.text
 
 
 class Layout(nn.Module):
@@ -109,18 +109,40 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(self.tokens(text))[0])  # type: ignore[no-any-return]
 
 
+class Placed(Backwards):
+    """Takes one length alone."""
+
+    def forward(self, text: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(text + torch.zeros(7, dtype=torch.long), attention_mask)
+
+
+class ByItself(nn.Module):
+    """Knows padding by its number, and no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(20, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+
+    def forward(self, text: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.encoder(self.tokens(text), src_key_padding_mask=text == 0)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("model", "layer", "kinds", "is_said"),
     [
         (Layout, "encoder", 2, False),
         (Backwards, "encoder", 1, True),
         (Backwards, "tokens", 1, True),
+        (Placed, "encoder", 1, True),
+        (ByItself, "encoder", 1, False),
         (Recurrent, "out", 1, True),
         (Recurrent, "tokens", 1, False),
     ],
 )
 @pytest.mark.parametrize("objective", [None, "predicted"])
-def test_rows_that_hang_on_what_stands_at_padding_are_said_to(
+def test_rows_that_hang_on_padding_are_said_to(
     model: Any,
     layer: str,
     kinds: int,
@@ -146,9 +168,10 @@ def test_rows_that_hang_on_what_stands_at_padding_are_said_to(
         pooling="mean_token",
         out=tmp_path,
     )
-    said = re.findall(r"WARNING +\S+ (.*): rows hang on what stands", caplog.text)
+    said = re.findall(r"WARNING +\S+ (.*): rows hang on padding", caplog.text)
     # What comes back to the tokens has been where padding was read.
-    wanted = [f"{name}:grad"] if objective and model is not Layout else []
+    comes_by = model in (Backwards, Placed) or (model is Recurrent and layer == "tokens")
+    wanted = [f"{name}:grad"] if objective and comes_by else []
     if is_said:
         wanted = [name, *wanted]
     assert said == ([", ".join(wanted)] if wanted else [])
@@ -162,4 +185,4 @@ def test_the_first_batch_with_padding_is_the_one_that_is_looked_at(
     embedx.extract(
         Backwards().eval(), [whole] * 4 + items, layers="encoder", batch_size=2, out=tmp_path
     )
-    assert caplog.text.count("rows hang on what stands") == 1
+    assert caplog.text.count("rows hang on padding") == 1
