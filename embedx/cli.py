@@ -7,8 +7,6 @@ checked against the signatures of the functions it calls. Only this module impor
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 import inspect
 import io
 import json
@@ -21,21 +19,19 @@ import signal
 import sys
 import tempfile
 import traceback
-import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from embedx import __version__
-from embedx.checks import check_argument, check_arguments, refuse_taken, unknown_key
+from embedx import __version__, jobs
+from embedx.checks import check_argument, check_arguments, unknown_key
 from embedx.configs import (
     ROW_SETTINGS,
     Configs,
     conf_dir,
     override,
     quoted,
-    read_settings,
     settings_sha256,
 )
 from embedx.errors import (
@@ -49,6 +45,7 @@ from embedx.errors import (
     nearest,
     short,
 )
+from embedx.info import UNSAID, foreign_code, info, recorded
 
 if TYPE_CHECKING:
     from embedx.derived import Projection
@@ -99,7 +96,6 @@ _LOST = (
     "Interrupted: its process was killed, or ran out of memory, and jobs after it may not have "
     "run; the same sweep again goes on with what is missing"
 )
-UNSAID = "the file does not say how it was made"
 _WORKS_ON = {  # stage -> the key that names its run; the newest where it is not given
     "project": "embeddings",
     "evaluate": "embeddings",
@@ -624,7 +620,7 @@ def _run_job(sweep: _Sweep, config: Any) -> None:
         _set_apart(f"job {number}: ")
     shown = " ".join(word.lstrip("+") for word in words)
     log.info("%s", shown if is_apart else f"job {number}: {shown}")
-    alone = _command(sweep.stage, *_config_dir_words(), *map(shlex.quote, words))
+    alone = jobs.command(sweep.stage, *jobs.config_dir_words(), *map(shlex.quote, words))
     place = _place(sweep.stage, config)
     sweep.note(number, state="begun", command=alone, place=place)
     try:
@@ -797,11 +793,11 @@ def _call_stage(stage: str, config: Any) -> None:
     try:
         composed = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise _one_line(error, stage, (), _configs()) from None
+        raise _one_line(error, stage, (), jobs.configs()) from None
     assert isinstance(composed, dict)
     values: dict[str, Any] = {str(key): value for key, value in composed.items()}
     values.pop("experiment", None)
-    known = {*_configs().keys(stage), *_configs().defaults(stage)}
+    known = {*jobs.configs().keys(stage), *jobs.configs().defaults(stage)}
     if strange := [str(key) for key in values if key not in known]:
         raise unknown_key(strange[0], sorted(known))
     for key in ("embeddings", "out", "path"):
@@ -810,45 +806,13 @@ def _call_stage(stage: str, config: Any) -> None:
     _CALLS[stage](values)
 
 
-def _configs() -> Configs:
-    """The config files of the job at hand, which may run in a process of its own."""
-    from hydra.core.hydra_config import HydraConfig
-
-    sources = HydraConfig.get().runtime.config_sources
-    added = [source.path for source in sources if source.provider == "command-line"]
-    return Configs(added[0] if added else None)
-
-
-def _config_dir() -> dict[str, str]:
-    """``--config-dir`` and the folder, as a command has to repeat them, or nothing."""
-    added = _configs().folders[1:]
-    return {"--config-dir": os.path.relpath(added[0])} if added else {}
-
-
-def _config_dir_words() -> list[str]:
-    return [word for flag in _config_dir().items() for word in flag]
-
-
-def _typed() -> list[str]:
-    """The overrides of this job, as they went to Hydra."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return list(HydraConfig.get().overrides.task)
-
-
-def _choice(group: str) -> str:
-    from hydra.core.hydra_config import HydraConfig
-
-    return str(HydraConfig.get().runtime.choices[group])
-
-
 def _stage_extract(values: dict[str, Any]) -> None:
     path = _extract(values)
     if values["part"] is None:
-        _next(f"project projection=umap {override('embeddings', path)}")
+        jobs.say_next(f"project projection=umap {override('embeddings', path)}")
     else:  # when all are made: what makes one file of them
-        typed = [word for word in _typed() if not re.match(r"\+*part=", word)]
-        _next(shlex.join(["extract", *_config_dir_words(), *typed]))
+        typed = [word for word in jobs.typed() if not re.match(r"\+*part=", word)]
+        jobs.say_next(shlex.join(["extract", *jobs.config_dir_words(), *typed]))
 
 
 def _extract(values: dict[str, Any], *, feed: "Feed | None" = None) -> Path:
@@ -858,19 +822,19 @@ def _extract(values: dict[str, Any], *, feed: "Feed | None" = None) -> Path:
     model, data = settings.pop("model"), settings.pop("data")
     out, name = settings.pop("out"), settings.pop("name")
     settings.pop("engine")
-    settings["pooling"] = _pooling(settings["pooling"])
+    settings["pooling"] = jobs.pooling_of(settings["pooling"])
     check_arguments(extract, settings, positional=2)  # before the model is built
     for key, value in (("name", name), ("out", out)):
         check_argument(key, value, str | None)
         if value is not None and not value.strip():
             raise ConfigError(f"{key} is empty; give a name, or leave it out")
-    build_model, build_data = _node(model, "model"), _node(data, "data")
+    build_model, build_data = jobs.call_of(model, "model"), jobs.call_of(data, "data")
     folder = Path(out) if out else Path("outputs") / _folder_name(name or _run_name(values))
     if name and folder.name != name:
         log.info("the name %s is written %s", name, folder.name)
     source = build_data()  # the quicker to fail comes first
-    choices = {group: _choice(group) for group in ("model", "data")}
-    config = {**values, "choices": {**choices, **_config_dir()}}
+    choices = {group: jobs.choice(group) for group in ("model", "data")}
+    config = {**values, "choices": {**choices, **jobs.config_dir()}}
     for key in ("engine", "n_parts", "part"):  # how the work is shared out says nothing of the file
         config.pop(key, None)
     engine = feed or _engine("extract", values, folder)
@@ -881,7 +845,7 @@ def _engine(stage: str, values: dict[str, Any], folder: Path) -> "Engine | None"
     """What has parts made, by processes that call the stage with the same values; None for none."""
     from embedx.parts import Engine, Task
 
-    engine = _node(values["engine"], "engine")()
+    engine = jobs.call_of(values["engine"], "engine")()
     if not isinstance(engine, Engine):
         return None
     settings = {
@@ -935,23 +899,12 @@ def make_parts(settings: dict[str, Any], feed: "Feed") -> None:
         _extract(values, feed=feed)
 
 
-def _pooling(value: Any) -> Any:
-    """A name as it is, and a node with a ``_target_`` as the function it stands for."""
-    if isinstance(value, list):
-        return [_pooling(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    function = _node(value, "pooling", bind=False)
-    arguments = {key: argument for key, argument in value.items() if key != "_target_"}
-    return functools.partial(function, **arguments) if arguments else function
-
-
 def _run_name(values: Mapping[str, Any]) -> str:
     """``<model>-<data>``, and a hash where any setting that decides the rows is not the default."""
     import hydra
     from omegaconf import OmegaConf
 
-    model, data = _choice("model"), _choice("data")
+    model, data = jobs.choice("model"), jobs.choice("data")
     called = values["model"].get("name") or model
     if Path(called).expanduser().is_dir():  # a folder is called by its last part
         called = Path(called).expanduser().resolve().name
@@ -961,7 +914,7 @@ def _run_name(values: Mapping[str, Any]) -> str:
     assert isinstance(default, dict)
     usual = {key: default[key] for key in ROW_SETTINGS}
     is_usual_size = values["batch_size"] == default["batch_size"]
-    if not is_usual_size and _foreign_code([values["model"], values["pooling"]]):
+    if not is_usual_size and foreign_code([values["model"], values["pooling"]]):
         rows["batch_size"] = values["batch_size"]  # such code may see a batch as a whole
     own = values["data"]
     key = next((key for key in ("path", "root") if isinstance(own.get(key), str)), None)
@@ -987,7 +940,7 @@ def _folder_name(name: str) -> str:
 
 def _stage_project(values: dict[str, Any]) -> None:
     _project(values)
-    _next(f"view {override('embeddings', values['embeddings'])}")
+    jobs.say_next(f"view {override('embeddings', values['embeddings'])}")
 
 
 def _project(values: dict[str, Any]) -> "Projection":
@@ -995,16 +948,16 @@ def _project(values: dict[str, Any]) -> "Projection":
 
     settings = dict(values)
     node = settings.pop("projection")
-    settings["engine"] = _node(settings["engine"], "engine")()
+    settings["engine"] = jobs.call_of(settings["engine"], "engine")()
     if settings["transform_from"] is not None:
-        named = [word for word in _typed() if re.match(r"\+*projection\b", word)]
+        named = [word for word in jobs.typed() if re.match(r"\+*projection\b", word)]
         if named:
             raise ConfigError(
                 f"{named[0]} has no use beside transform_from: the rows are placed by the method "
                 "and the parameters of that map; leave it out"
             )
         return project(**settings)
-    method, parameters = _plugin(node, "projection", project)
+    method, parameters = jobs.plugin_of(node, "projection", project)
     return project(method=method, **settings, **parameters)
 
 
@@ -1012,17 +965,17 @@ def _stage_evaluate(values: dict[str, Any]) -> None:
     from embedx.evaluate import evaluate
 
     evaluate(**values)
-    _next(f"view {override('embeddings', values['embeddings'])}")
+    jobs.say_next(f"view {override('embeddings', values['embeddings'])}")
 
 
 def _stage_export(values: dict[str, Any]) -> None:
     from embedx.export import export, tensorboard
 
     named = [override(key, values[key]) for key in ("embeddings", "out") if values[key]]
-    exporter, options = _plugin(values.pop("exporter"), "exporter", export)
+    exporter, options = jobs.plugin_of(values.pop("exporter"), "exporter", export)
     export(exporter=exporter, **values, **options)
     if exporter is tensorboard:
-        _next(" ".join(["view viewer=tensorboard", *named]))
+        jobs.say_next(" ".join(["view viewer=tensorboard", *named]))
 
 
 def _stage_view(values: dict[str, Any]) -> None:
@@ -1031,19 +984,19 @@ def _stage_view(values: dict[str, Any]) -> None:
     view(**values)
     named = override("embeddings", values["embeddings"])
     if values["viewer"] == "map" and not values["follow"]:
-        _next(f"view viewer=report {named}")
+        jobs.say_next(f"view viewer=report {named}")
     elif values["viewer"] == "report":
-        _next(f"export {named}")
+        jobs.say_next(f"export {named}")
 
 
 def _stage_explain(values: dict[str, Any]) -> None:
     found = _explain(values)
     if found.maps is not None:
-        _next(f"info {override('path', found.maps.path)}")
+        jobs.say_next(f"info {override('path', found.maps.path)}")
     else:
         kept = r"\+*(model|data|name|ids|rows|limit|device)\b"
-        typed = [word for word in _typed() if re.match(kept, word)]
-        _next(shlex.join(["explain", *_config_dir_words(), *typed, "method=gradcam"]))
+        typed = [word for word in jobs.typed() if re.match(kept, word)]
+        jobs.say_next(shlex.join(["explain", *jobs.config_dir_words(), *typed, "method=gradcam"]))
 
 
 def _explain(
@@ -1062,8 +1015,8 @@ def _explain(
     check_argument("name", name, str | None)
     if name is not None and not name.strip():
         raise ConfigError("name is empty; give a name, or leave it out")
-    build_model, build_data = _node(model, "model"), _node(data, "data")
-    choices = {group: _choice(group) for group in ("model", "data")}
+    build_model, build_data = jobs.call_of(model, "model"), jobs.call_of(data, "data")
+    choices = {group: jobs.choice(group) for group in ("model", "data")}
     if run is None:
         if name is None:  # that of an extraction with nothing but this model and these data
             words = [f"{group}={option}" for group, option in choices.items()]
@@ -1073,7 +1026,7 @@ def _explain(
             name = _run_name({**{str(key): value for key, value in usual.items()}, **of_run})
         run = Path("outputs") / _folder_name(name)
     source = build_data()  # the quicker to fail comes first
-    config = {**values, "choices": {**choices, **_config_dir()}}
+    config = {**values, "choices": {**choices, **jobs.config_dir()}}
     config.pop("engine")
     engine = feed or _engine("explain", values, run)
     return explain(build_model(), source, run=run, config=config, engine=engine, **settings)
@@ -1097,7 +1050,7 @@ def _stage_neighbors(values: dict[str, Any]) -> None:
     suspects = [row for table in findings.tables.values() for row in table if row.get("suspect")]
     named = f" {override('query', suspects[0]['id'])}" if query is None and suspects else ""
     if named or query is not None:
-        _next(f"neighbors {override('embeddings', opened.path)}{named}")
+        jobs.say_next(f"neighbors {override('embeddings', opened.path)}{named}")
 
 
 def _stage_compare(values: dict[str, Any]) -> None:
@@ -1122,7 +1075,7 @@ def _embedded(path: Path, opened: "Embeddings", *, layer: str | None, folder: Pa
     from embedx.sources import Source
 
     point, _ = opened.rows(layer)
-    settings = _recorded(opened.path, opened.attrs)
+    settings = recorded(opened.path, opened.attrs)
     where = f"query={path} is not run through the model of {opened.path}, for"
     way_out = "extract it by your own command with another name, then query=outputs/NAME"
     if settings is None or "choices" not in settings:
@@ -1135,7 +1088,7 @@ def _embedded(path: Path, opened: "Embeddings", *, layer: str | None, folder: Pa
     targets = {ours.document(f"model/{name}")["_target_"] for name in ours.options("model")}
     poolings = {f"embedx.pooling.{name}" for name in POOLINGS}
     named = model.get("_target_") if isinstance(model, dict) else None
-    if foreign := _foreign_code([model, pool]):
+    if foreign := foreign_code([model, pool]):
         raise ConfigError(
             f"{where} that takes code that a file names ({', '.join(foreign)}), which is not run; "
             + way_out
@@ -1155,10 +1108,10 @@ def _embedded(path: Path, opened: "Embeddings", *, layer: str | None, folder: Pa
     log.setLevel(logging.WARNING)  # where it is put for a moment is no news
     try:
         return extract(
-            _node(model, "model")(),
+            jobs.call_of(model, "model")(),
             Source(name=path.name, ids=[str(path)], read=lambda _: image, fingerprint=str(path)),
             layers=[point],
-            pooling=_pooling(pool),
+            pooling=jobs.pooling_of(pool),
             thumbnails=0 if opened.thumbnails is None else opened.thumbnails.shape[1],
             out=folder,
             num_workers=0,
@@ -1194,7 +1147,7 @@ def run(
     from embedx.evaluate import evaluate
     from embedx.view import view
 
-    known = _configs().options("projection")
+    known = jobs.configs().options("projection")
     if not projections:
         raise ConfigError(f"projections is empty; choose from {', '.join(known)}")
     for option in projections:
@@ -1221,8 +1174,8 @@ def run(
     evaluate(path)
     view(path, color=color)
     _stage_export(compose("export"))
-    _next(f"view viewer=report {override('embeddings', path)}")
-    _next(f"info {override('path', path)} verify=true")
+    jobs.say_next(f"view viewer=report {override('embeddings', path)}")
+    jobs.say_next(f"info {override('path', path)} verify=true")
     picture = "maps.png" if len(set(names)) > 1 else f"map-{names[0]}.png"
     log.info("to look at: %s", path.parent / picture)
 
@@ -1239,12 +1192,12 @@ def _stage_layers(values: dict[str, Any]) -> None:
 
     node = values.pop("model")
     check_arguments(layers, values, positional=1)
-    build = _node(node, "model")
+    build = jobs.call_of(node, "model")
     # Names and shapes need no weights of ours; a key of the user's own may mean anything.
-    is_ours = _is_ours(_locate(node["_target_"], "model"))
+    is_ours = jobs.is_ours(jobs.located(node["_target_"], "model"))
     is_empty = is_ours and "weights" in node and node.get("checkpoint") is None
     if is_empty:
-        build = _node({**node, "weights": None}, "model")
+        build = jobs.call_of({**node, "weights": None}, "model")
     data = values["format"] if values["out"] is None and values["format"] != "tree" else None
     # A pipe takes the data alone.
     with contextlib.nullcontext() if data is None else contextlib.redirect_stdout(sys.stderr):
@@ -1258,154 +1211,9 @@ def _stage_layers(values: dict[str, Any]) -> None:
     if values["out"] is None:
         for line in table.lines():
             log.info("%s", line)
-    typed = [word for word in _typed() if word.lstrip("+").startswith("model")]
+    typed = [word for word in jobs.typed() if word.lstrip("+").startswith("model")]
     layer = model.layer or "penultimate"
-    _next(shlex.join(["extract", *_config_dir_words(), *typed, f"layers=[{layer}]"]))
-
-
-def info(*, path: str, verify: bool) -> None:
-    """Say what is in a file.
-
-    Args:
-        path: A file of embeddings, of a projection or of maps, or the folder of a run or of an
-            explanation.
-        verify: Check every row against its checksum; projections and maps have one of the whole.
-
-    Raises:
-        StoreError: It is not a file of embedx, or rows do not match their checksum.
-    """
-    from embedx.derived import describe
-
-    about = describe(path, verify=verify)
-    path = about["file"]
-    # The parameters stand there one by one; and a file may not speak in our name.
-    others = {k: v for k, v in about.items() if k not in ("file", "again", "settings", "runs code")}
-    settings = read_settings(about.get("config")) or {}
-    code = ", ".join(dict.fromkeys(_foreign_code(settings)))
-    warned = {"runs code": f"{code}, as the command above does; read it first"} if code else {}
-    about = {"file": path, "again": _again(Path(path), about), **warned, **others}
-    width = max(map(len, about))
-    for key, value in about.items():
-        first, *rest = str(value).rstrip().split("\n")
-        log.info("%-*s  %s", width, key, first)
-        for line in rest:
-            log.info("%-*s  %s", width, "", line)
-
-
-def _again(path: Path, attrs: Mapping[str, Any]) -> str:
-    """The command that would make a file again: with the same ``out`` it finds it done.
-
-    A file may hold anything: what comes out of it into a command is quoted, word by word.
-    """
-    from embedx import layout
-    from embedx.ready_made import MODEL
-
-    is_projection = attrs.get("format") == layout.PROJECTION_FORMAT
-    if not is_projection and attrs.get("model") == MODEL:
-        return "copied of embeddings that were made elsewhere"
-    stage = "explain" if attrs.get("format") == layout.MAPS_FORMAT else "extract"
-    try:
-        words = _project_again(path, attrs) if is_projection else _made_again(stage, path, attrs)
-    except (ConfigError, RecursionError):
-        return UNSAID
-    if isinstance(words, str):
-        return words
-    command = _command(*words)
-    if not command.isprintable():
-        return "made with settings that no terminal shows: characters that steer it"
-    return command
-
-
-def _project_again(path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
-    from embedx import store
-
-    try:
-        settings = json.loads(attrs["settings"])
-    except (KeyError, TypeError, ValueError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise ConfigError("the settings are not JSON")
-    method, layer = settings.pop("method", None), settings.pop("layer", None)
-    function = settings.pop("function", f"embedx.methods.{method}")
-    if not all(isinstance(name, str) for name in (method, layer, function)):
-        raise ConfigError("the settings name no method or layer")
-    configs = _configs()
-    options = configs.options("projection")
-    targets = {str(configs.document(f"projection/{o}").get("_target_")): o for o in options}
-    if function not in targets:
-        return f"made from Python, by embedx.project with {function}"
-    own = {key: settings.pop(key) for key in configs.keys("project") if key in settings}
-    parent = path.parent.parent / store.EMBEDDINGS_NAME
-    elsewhere = f"made of embeddings that are not beside it, id {attrs['parent'][:12]}"
-    try:
-        if not (store.are_there(parent) and store.open(parent).is_parent_of(attrs)):
-            return elsewhere
-    except StoreError:  # another file's damage
-        return elsewhere
-    for key in ("transform_from", "align_to"):  # the file knows the other map by its id
-        if key in own:
-            other = _projection_by_id(path.parent, own[key])
-            if other is None:
-                return f"made with {key}=a map that is not beside it, id {str(own[key])[:12]}"
-            own[key] = str(other)
-    if "transform_from" in own:
-        words = configs.overrides("project", own, {})
-    else:
-        values = {"projection": settings, "layer": layer, **own}
-        words = configs.overrides("project", values, {"projection": targets[function]})
-    mine = map(shlex.quote, _config_dir_words())
-    return ["project", *mine, *words, override("embeddings", parent)]
-
-
-def _recorded(path: Path, attrs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings that a file says it was made with; None if it holds none."""
-    config = read_settings(attrs.get("config"))
-    beside = path.with_name("config.yaml")  # it has paths whole, and may be of another file
-    whole = read_settings(beside.read_bytes()) if beside.is_file() else None
-    is_same = config is not None and whole is not None and whole.get("id") == attrs["id"]
-    return whole if is_same and "choices" in (config or {}) else config
-
-
-def _projection_by_id(folder: Path, file_id: Any) -> Path | None:
-    """The projection of a run beside ``folder``'s, or in it, that has this id."""
-    from embedx import derived
-
-    for path in [*sorted(folder.glob("*.h5")), *sorted(folder.glob("../../*/projections/*.h5"))]:
-        with contextlib.suppress(StoreError):
-            if derived.open_projection(path).attrs.get("id") == file_id:
-                return Path(os.path.normpath(path))
-    return None
-
-
-def _made_again(stage: str, path: Path, attrs: Mapping[str, Any]) -> str | list[str]:
-    config = _recorded(path, attrs)
-    if config is None:
-        raise ConfigError("the config is not YAML")
-    if "choices" not in config:
-        return f"made from Python, by embedx.{stage}"
-    if stage == "explain" and "method" not in config:
-        return f"made by {stage}, with the settings of a config.yaml that is not beside it"
-    choices = config.pop("choices")
-    if not isinstance(choices, dict) or not {"model", "data"} <= choices.keys():
-        raise ConfigError("the config names no model or data")
-    added = choices.pop("--config-dir", None)
-    if not isinstance(added, str | None):
-        raise ConfigError("--config-dir is no path")
-    # A folder that a file names is not looked into: it may be the whole disk.
-    words = _configs().overrides(stage, config, choices)
-    flags = [] if added is None else ["--config-dir", shlex.quote(added)]
-    return [stage, *flags, *words, override("out", path.parent)]
-
-
-def _foreign_code(value: Any) -> list[str]:
-    """What ``_target_`` names in settings from a file, where it is not embedx's own."""
-    if isinstance(value, dict):
-        target = value.get("_target_")
-        own = [target] if isinstance(target, str) and not target.startswith("embedx.") else []
-        return own + [name for inner in value.values() for name in _foreign_code(inner)]
-    if isinstance(value, list):
-        return [name for inner in value for name in _foreign_code(inner)]
-    return []
+    jobs.say_next(shlex.join(["extract", *jobs.config_dir_words(), *typed, f"layers=[{layer}]"]))
 
 
 def _stage_info(values: dict[str, Any]) -> None:
@@ -1426,79 +1234,3 @@ _CALLS: dict[str, Callable[[dict[str, Any]], None]] = {
     "layers": _stage_layers,
     "info": _stage_info,
 }
-
-
-def _next(command: str) -> None:
-    log.info("next: %s", _command(command))
-
-
-def _command(*words: str) -> str:
-    typed = os.environ.get("EMBEDX_COMMAND", "python -m embedx")  # as scripts/embedx was called
-    return " ".join([typed, *words])
-
-
-# Group -> how many arguments come before those of the config file.
-_GIVEN_BY_STAGE = {"projection": 1, "exporter": 3, "pooling": 1}
-
-
-def _node(node: Any, group: str, *, bind: bool = True) -> Callable[..., Any]:
-    """The call that a config node with a ``_target_`` stands for, checked but not yet made."""
-    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        if group == "pooling":
-            raise ConfigError(f"pooling={node} has no _target_; name a function of an activation")
-        options = ", ".join(_configs().options(group))
-        raise ConfigError(f"{group} must be one of: {options}")
-    target = _locate(node["_target_"], group)
-    arguments = {key: value for key, value in node.items() if key != "_target_"}
-    if group == "model" and not _is_ours(target):
-        from embedx import models
-
-        check_arguments(models.own, arguments, positional=1, where="model.")
-
-        def build() -> Any:
-            model = models.own(target, **arguments)
-            if arguments.get("name") is not None:
-                return model
-            # Not as an argument: the factory may have a ``name`` too, and nobody gave it one.
-            return dataclasses.replace(model, name=_choice("model"))
-
-        return build
-    before = _GIVEN_BY_STAGE.get(group, 0)
-    check_arguments(target, arguments, positional=before, where=f"{group}.")
-    return (lambda: target(**arguments)) if bind else target
-
-
-def _is_ours(target: Callable[..., Any]) -> bool:
-    return target.__module__.startswith("embedx.")
-
-
-def _plugin(
-    node: Any, group: str, stage: Callable[..., Any]
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that a config node names, and its parameters, to be passed on by a stage."""
-    plugin = _node(node, group, bind=False)
-    given = {key: value for key, value in node.items() if key != "_target_"}
-    positional = _GIVEN_BY_STAGE[group]
-    refuse_taken(stage, plugin=plugin, given=given, positional=positional, where=f"{group}.")
-    return plugin, given
-
-
-def _locate(target: str, group: str) -> Callable[..., Any]:
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # a user's own module lies where the user stands
-    module_name, _, name = target.rpartition(".")
-    try:
-        found = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # a module of the user's own may raise anything
-        raise ConfigError(
-            f"{group}._target_={target} cannot be imported ({type(error).__name__}: {error}); name "
-            "a callable as package.module.function, from here or installed"
-        ) from error
-    if not callable(found):
-        raise ConfigError(
-            f"{group}._target_={target} is a {type(found).__name__}, not a callable; name a "
-            "function that makes it"
-        )
-    return typing.cast(Callable[..., Any], found)

@@ -275,14 +275,13 @@ NAME_KEY = (
     "the run is kept in outputs/NAME; <model>-<data> where not given, plus a hash of the "
     "settings that are not the default"
 )
-_OF_CLI = frozenset(["info", "run"])
 
 
 def function_of(stage: str) -> tuple[str, str]:
     """The module and the name of the function that a stage calls."""
     if stage == "neighbors":  # its module would be the part that finds them
         return "search", "search"
-    return "cli" if stage in _OF_CLI else stage, stage
+    return "cli" if stage == "run" else stage, stage
 
 
 def _functions(stage: str, *, has_extraction: bool) -> list[tuple[str, str]]:

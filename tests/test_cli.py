@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from embedx import __version__, cli, derived, store
+from embedx import __version__, cli, derived, jobs, store
 from embedx.cli import FLAGS, STAGES
 from embedx.configs import Configs, conf_dir, override
 from embedx.errors import ConfigError
@@ -476,7 +476,7 @@ def test_a_help_says_which_options_have_a_key(
     configs = Configs()
     cli._print_help("explain", configs)
     said = capsys.readouterr().out
-    assert re.search(r"^  data\.delimiter \(table\): ", said, re.M)
+    assert re.search(r"^  data\.key \(array\): ", said, re.M)
     assert re.search(r"^  data\.limit: ", said, re.M)  # all have it
     found = re.findall(r"^  (\w+)\.(\w+) \((.*?)\): ", said, re.M)
     assert len(found) > 8
@@ -520,7 +520,7 @@ def test_every_config_file_composes_and_fits_the_function_it_calls() -> None:
             if node["_target_"] == "???":
                 node["_target_"] = "torch.nn.Identity"
             node = {k: "x" if v == "???" else v for k, v in node.items()}
-            cli._node(node, group)
+            jobs.call_of(node, group)
 
 
 def test_paths_do_not_travel_with_a_file(embedx_here: Here, tmp_path: Path, photos: Path) -> None:
