@@ -30,7 +30,7 @@ from embedx.inputs import (
 from embedx.passes import FAST_PATHS_OFF, class_scores, run_model, tensors_in
 from embedx.plans import Plan
 from embedx.points import Point
-from embedx.rows import MASKS, Rows, tokens_beside, tokens_unknown
+from embedx.rows import MASKS, Rows, is_like_a_mask, tokens_beside, tokens_unknown
 
 log = logging.getLogger("embedx")
 
@@ -131,12 +131,11 @@ class Looks:
             if self._seen.strangers:
                 assert isinstance(inputs, dict)
                 self._require_own_tokens(new, inputs, self._seen.strangers, seed=seed)
-            elif not keeps and not self._is_known and isinstance(inputs, dict):
-                self._require_mask_of(new, inputs, seed=seed)
         if not self._is_mask_looked_at and self._has_masked_padding:
             self._is_mask_looked_at = True
             if not keeps and not draws and isinstance(inputs, dict):
-                self._say_of_padded_places(inputs, labels, n=n, seed=seed)
+                self._require_mask_of(inputs, seed=seed)
+                self._say_of_padding(inputs, labels, n=n, seed=seed)
         if not self._is_within_looked_at:
             self._is_within_looked_at = True
             if not keeps:
@@ -145,7 +144,9 @@ class Looks:
     @property
     def _has_masked_padding(self) -> bool:
         mask = self._rows.mask
-        return bool(self._rows.masked) and mask is not None and not bool(mask.all())
+        if mask is None or mask.ndim != 2 or not self._rows.masked:
+            return False
+        return not bool(mask.all())
 
     def _plain(self, inputs: Inputs, *, seed: int) -> Any:
         """A pass that leaves the inputs as they are, and nothing is changed in or asked for."""
@@ -391,7 +392,7 @@ class Looks:
                 ", ".join(takers),
             )
 
-    def _say_of_padded_places(
+    def _say_of_padding(
         self, inputs: dict[str, Tensor], labels: Tensor | None, *, n: int, seed: int
     ) -> None:
         """Say which rows hang on padding: the sample of the fewest tokens has another one alone.
@@ -440,54 +441,92 @@ class Looks:
                 self._plan.model.name,
             )
 
-    def _require_mask_of(
-        self, names: Collection[str], inputs: dict[str, Tensor], *, seed: int
-    ) -> None:
-        """See that the mask is not of another sequence than the one whose tokens layers give.
+    def _require_mask_of(self, inputs: dict[str, Tensor], *, seed: int) -> None:
+        """See that the tokens of layers are those of the mask, by passes with one token less.
 
-        Of two sequences that enter each may be one token shorter, the one of the mask only with it.
+        Of two sequences that enter one may be shorter by itself, and the one of the mask with it.
 
         Raises:
-            ShapeError: The mask is of another one.
+            ShapeError: They are those of another sequence, or as many whatever enters.
         """
         mask = self._rows.mask
         assert mask is not None
         masks = [name for name in inputs if name in MASKS]
-        is_one = len(masks) == 1  # several are equal: each sequence has its own
-        if not is_one or mask.ndim != 2 or len(tokens_beside(mask, inputs)) < 2:
+        beside = tokens_beside(mask, inputs)
+        own_masks = [name for name in beside if is_like_a_mask(name, inputs[name])]
+        beside = [name for name in beside if name not in own_masks]
+        if len(masks) > 1 or not beside:  # several are equal: each sequence has its own
             return
-        points = self._forward_points(names)
-        alone: dict[str, set[str]] = {}  # sequences that may be shorter by themselves: their layers
-        tied = []
+        points = self._forward_points(self._rows.masked)
         self._got.remove()
         with hooks.Capture(
-            self._plan.model.module,
-            points,
-            reduce=lambda _, activation: activation.new_tensor(activation.shape[1:2]),
-            only_here=True,
+            self._plan.model.module, points, reduce=lambda _, value: value.float(), only_here=True
         ) as got:
-            for name in tokens_beside(mask, inputs):
-                for cut in ([name], [name, *masks]):
-                    some = {key: one[:, :-1] if key in cut else one for key, one in inputs.items()}
-                    try:
-                        self._plain(some, seed=seed)
-                        lengths = {point.name: int(got[point.name][0]) for point in points}
-                    except (ModelError, LayerError, ShapeError):
-                        continue
-                    if len(cut) == 1:
-                        of_it = (key for key, t in lengths.items() if t == mask.shape[1] - 1)
-                        alone[name] = set(of_it)
-                    else:
-                        tied.append(name)
-                    break
+
+            def values(some: dict[str, Tensor]) -> dict[str, Tensor] | None:
+                try:
+                    self._plain(some, seed=seed)
+                    return {point.name: got[point.name].clone() for point in points}
+                except (ModelError, LayerError, ShapeError):
+                    return None
+
+            def shorter(*cut: str) -> set[str] | None:
+                """The points that give a token less if these do; None where the model may not."""
+                some = {key: one[:, :-1] if key in cut else one for key, one in inputs.items()}
+                found = values(some)
+                if found is None:
+                    return None
+                return {key for key, value in found.items() if value.shape[1] < mask.shape[1]}
+
+            whole = shorter(*beside, *masks, *own_masks)
+            alone = {} if len(beside) == 1 else {name: shorter(name) for name in beside}
+            for name, of_it in alone.items():
+                if of_it is None and own_masks:
+                    alone[name] = shorter(name, *own_masks)
+            free = {name: of_it for name, of_it in alone.items() if of_it is not None}
+            rest = [name for name in beside if name not in free]
+            tied = None if not rest else shorter(*rest, *masks) if free else whole
+            if tied is None and rest and own_masks:  # one of these is of the same tokens
+                tied = shorter(*rest, *masks, *own_masks)
+            unknown = []
+            for key in sorted(point.name for point in points):
+                if tied and key in tied:
+                    continue
+                others = [name for name in free if key in free[name]]
+                if tied is not None and others:
+                    raise _not_of_mask(
+                        key, f"its tokens are those of {listed(others)}, not of {listed(rest)}"
+                    )
+                if whole is not None and key not in whole:
+                    raise _not_of_mask(
+                        key, f"it gives {mask.shape[1]} tokens also where a token less enters"
+                    )
+                unknown.append(key)
+            sequences = [name for name in beside if name not in _OF_THE_SAME_TOKENS]
+            plain = values(inputs) if unknown and len(sequences) > 1 else None
+            if plain is not None:
+                all_tokens = torch.ones_like if masks == ["attention_mask"] else torch.zeros_like
+                changes = {name: _another(inputs[name]) for name in sequences}
+                found = {name: values({**inputs, name: one}) for name, one in changes.items()}
+                unmasked = values({**inputs, masks[0]: all_tokens(inputs[masks[0]])})
+
+                def is_led_to(key: str, changed: dict[str, Tensor] | None) -> bool:
+                    return changed is None or not _is_near(changed[key], plain[key])
+
+                unknown = [
+                    key
+                    for key in unknown
+                    if sum(is_led_to(key, changed) for changed in found.values()) != 1
+                    or not is_led_to(key, unmasked)
+                ]
         self._got.set()
-        for name, layers in alone.items():
-            if tied and layers:
-                raise ShapeError(
-                    f"layer {listed(sorted(layers))}: its tokens are those of {name}, and the mask "
-                    f"of padding is of {listed(tied)}; choose a pooling that takes no mask, such "
-                    "as pooling=cls or a function of your own, or run that part of the model alone"
-                )
+        if plain is not None and unknown:
+            log.warning(
+                "%s: which of %s the mask of padding is of could not be told, and the tokens there "
+                "count by it; choose a pooling that takes no mask if it is not of these",
+                listed(unknown),
+                " and ".join(sequences),
+            )
 
     def _forward_points(self, names: Collection[str]) -> list[Point]:
         """Where tensors go by that points of these names are of, or are the gradients of."""
@@ -683,6 +722,17 @@ def _gives_alike(plan: Plan, output: Any, other: Any) -> bool:
     most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.05
     return all(_is_alike(one, another, most=most) for one, another in tensors)
 
+
+def _not_of_mask(point: str, why: str) -> ShapeError:
+    return ShapeError(
+        f"layer {point}: the mask of padding is not of its tokens, for {why}; choose a pooling "
+        "that takes no mask, such as pooling=cls or a function of your own, or run that part of "
+        "the model alone"
+    )
+
+
+# What enters beside the words of a sequence and is of the same tokens.
+_OF_THE_SAME_TOKENS = ("token_type_ids", "position_ids", "bbox")
 
 _SAMPLES_FIRST = (
     "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"

@@ -376,6 +376,12 @@ def tokens_unknown(point: str, strangers: Sequence[str]) -> ShapeError:
     )
 
 
+def is_like_a_mask(name: str, given: Tensor) -> bool:
+    """Whether a tensor is one of truth values ``(n, t)`` that is called a mask, or padding."""
+    is_named = re.search("mask|pad", name.lower()) is not None
+    return given.ndim == 2 and is_named and bool(((given == 0) | (given == 1)).all())
+
+
 def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
     """The name of a tensor ``(n, t)`` of truth values beside another one of as many tokens."""
     tensors = {name: one for name, one in inputs.items() if isinstance(one, Tensor)}
@@ -399,15 +405,24 @@ def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
 
 
 def _require_one_mask(inputs: Mapping[str, Any]) -> None:
-    """Refuse the masks of an encoder and a decoder that differ: a layer may be of either."""
+    """Refuse several masks that differ, such as of encoder and decoder: a layer may be of any."""
     masks = {name: inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)}
     others = [name for name in masks if name in _OF_OTHER_TOKENS]
-    if not others:
+    if not others and len(masks) < 2:
         return
-    first = masks[next(iter(masks))]
-    is_one = len(masks) > len(others) and all(
-        mask.shape == first.shape and bool((mask == first).all()) for mask in masks.values()
-    )
+    (name, first), *more = masks.items()
+
+    def is_same(other: str, mask: Tensor) -> bool:
+        if mask.shape != first.shape:
+            return False
+        is_turned = other.endswith("attention_mask") != name.endswith("attention_mask")
+        if not is_turned:
+            return bool((mask == first).all())
+        # Floats are factors or added to attention, which two of them may not be alike.
+        are_truths = not (mask.is_floating_point() or first.is_floating_point())
+        return are_truths and bool(((mask == 0) == (first != 0)).all())
+
+    is_one = len(masks) > len(others) and all(is_same(*one) for one in more)
     if not is_one:
         raise ShapeError(
             f"which tokens of a layer are padding is not known where there is {' and '.join(masks)}"

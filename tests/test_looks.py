@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import embedx
 from embedx.errors import ShapeError
+from embedx.rows import token_mask
 
 
 def sequences(n: int = 6, t: int = 7, *, kinds: int = 2) -> list[dict[str, Tensor]]:
@@ -53,7 +54,9 @@ def test_a_mask_of_one_sequence_is_not_taken_for_another_of_any_name(
     pool: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, items = Translator().eval(), sequences()
-    with pytest.raises(ShapeError, match="decoder: its tokens are those of summary, and the mask "):
+    with pytest.raises(
+        ShapeError, match="decoder: the mask .* for its tokens are those of summary, not of text"
+    ):
         embedx.extract(model, items, layers="decoder", pooling=pool, out=tmp_path)
     run = embedx.extract(model, items, layers="encoder", pooling=pool, out=tmp_path)
     for row, item in zip(run.embeddings["encoder"], items, strict=True):
@@ -129,6 +132,57 @@ class ByItself(nn.Module):
         return self.encoder(self.tokens(text), src_key_padding_mask=text == 0)  # type: ignore[no-any-return]
 
 
+class Queries(nn.Module):
+    """As many of its own tokens as a text may have look at the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.queries = nn.Embedding(20, 8), nn.Parameter(torch.randn(1, 7, 8))
+        self.look = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, text: Tensor, attention_mask: Tensor) -> Tensor:
+        tokens, is_padding = self.tokens(text), attention_mask == 0
+        queries = self.queries.expand(len(text), -1, -1)
+        found, _ = self.look(queries, tokens, tokens, key_padding_mask=is_padding)
+        return self.out(found)  # type: ignore[no-any-return]
+
+
+def test_as_many_tokens_by_chance_are_not_taken_for_those_of_the_mask(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match="out: the mask .* it gives 7 tokens also where a token"):
+        embedx.extract(Queries().eval(), sequences(kinds=1), layers="out", out=tmp_path)
+
+
+class Towers(nn.Module):
+    """Two sequences of one length alone, and the mask of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(20, 8), nn.Parameter(torch.randn(7, 8))
+        self.first = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+        self.second = nn.GRU(8, 4, batch_first=True)
+        self.both = nn.Linear(12, 5)
+
+    def forward(self, text: Tensor, summary: Tensor, attention_mask: Tensor) -> Tensor:
+        one = self.tokens(text) + self.places
+        one = self.first(one, src_key_padding_mask=attention_mask == 0)
+        other, _ = self.second(self.tokens(summary) + self.places)
+        return self.both(torch.cat([one, other], -1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_said"), [("first", False), ("second:output.0", True), ("both", True)]
+)
+def test_where_it_cannot_be_told_whose_a_mask_is_this_is_said(
+    layer: str, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    embedx.extract(Towers().eval(), sequences(), layers=layer, pooling="mean_token", out=tmp_path)
+    said = f"{layer}: which of text and summary the mask of padding is of could not be told"
+    assert (said in caplog.text) == is_said
+
+
 @pytest.mark.parametrize(
     ("model", "layer", "kinds", "is_said"),
     [
@@ -186,3 +240,77 @@ def test_the_first_batch_with_padding_is_the_one_that_is_looked_at(
         Backwards().eval(), [whole] * 4 + items, layers="encoder", batch_size=2, out=tmp_path
     )
     assert caplog.text.count("rows hang on padding") == 1
+
+
+class TwoStacks(nn.Module):
+    """Two sequences by themselves, each with a mask, of which one has a name of its own."""
+
+    def __init__(self, *, has_places: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(20, 8)
+        self.places = nn.Parameter(torch.randn(7, 8)) if has_places else None
+        self.first = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+        self.second = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+        self.out = nn.Linear(8, 4)
+
+    def forward(
+        self, text: Tensor, attention_mask: Tensor, summary: Tensor, summary_mask: Tensor
+    ) -> Tensor:
+        found = []
+        for stack, ids, mask in (
+            (self.first, text, attention_mask),
+            (self.second, summary, summary_mask),
+        ):
+            tokens = self.tokens(ids) if self.places is None else self.tokens(ids) + self.places
+            found.append(stack(tokens, src_key_padding_mask=mask == 0))
+        return self.out(found[1])[:, 0] + found[0].mean((1, 2))[:, None]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("has_places", [False, True])
+def test_a_second_sequence_with_a_mask_of_another_name_is_told_from_the_first(
+    has_places: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    items = sequences()
+    for i, item in enumerate(items):
+        item["summary_mask"] = (torch.arange(7) < 2 + i % 4).long()
+    model = TwoStacks(has_places=has_places).eval()
+    for layer in ("second", "out"):
+        if has_places:
+            embedx.extract(model, items, layers=layer, pooling="mean_token", out=tmp_path / layer)
+            assert f"{layer}: which of text and summary the mask" in caplog.text
+        else:
+            with pytest.raises(ShapeError, match="its tokens are those of summary, not of text"):
+                embedx.extract(model, items, layers=layer, pooling="mean_token", out=tmp_path)
+    caplog.clear()
+    run = embedx.extract(model, items, layers="first", pooling="mean_token", out=tmp_path / "1")
+    assert caplog.text == ""
+    for row, item in zip(run.embeddings["first"], items, strict=True):
+        is_token = item["attention_mask"] == 1
+        with torch.no_grad():
+            tokens = model.tokens(item["text"]) + (0 if model.places is None else model.places)
+            alone = model.first(tokens[is_token][None])[0].mean(0)
+        assert np.allclose(row, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_turned", "is_refused"),
+    [
+        ("key_padding_mask", True, False),
+        ("key_padding_mask", False, True),
+        ("src_key_padding_mask", False, True),
+        ("decoder_attention_mask", False, False),
+        ("memory_key_padding_mask", False, True),
+        ("memory_key_padding_mask", True, False),
+    ],
+)
+def test_two_masks_are_one_if_they_say_the_same(
+    name: str, is_turned: bool, is_refused: bool
+) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    inputs = {"attention_mask": mask, name: 1 - mask if is_turned else mask}
+    if is_refused:
+        with pytest.raises(ShapeError, match=f"attention_mask and {name}"):
+            token_mask(inputs, spellings=set())
+    else:
+        assert torch.equal(token_mask(inputs, spellings=set()), mask == 1)  # type: ignore[arg-type]
