@@ -21,6 +21,7 @@ from embedx.inputs import (
     autocast,
     channels_last,
     draws_unseen,
+    mapped,
     placed,
     random_states,
     seed_all,
@@ -187,6 +188,8 @@ class _Forward:
             shapes = tuple(tensor.shape[1:] for tensor in tensors_of(inputs))
             got.stops_early = self._may_stop_early and shapes in self._whole
             states = None if self._is_draw_looked_at else random_states(plan.device)
+            # The model may work in place on what enters it.
+            entered = mapped(inputs, torch.clone) if self._looks.are_due else inputs
             output = self._run(inputs, labels, piece.size)
             draws = states is not None and random_states(plan.device) != states
             if draws and plan.is_by_sample:
@@ -214,7 +217,7 @@ class _Forward:
             self._looks.after_pass(
                 batch,
                 piece,
-                inputs,
+                entered,
                 labels,
                 output,
                 seed=first,

@@ -72,6 +72,13 @@ class Looks:
         self._is_mask_looked_at = is_known
         self._of_mask: set[str] = set()
 
+    @property
+    def are_due(self) -> bool:
+        """Whether the next pass may be one to look at."""
+        are_done = self._are_samples_looked_at and self._is_padding_looked_at
+        is_mask_due = self._rows.mask is not None and not self._is_mask_looked_at
+        return is_mask_due or not (are_done and self._is_within_looked_at)
+
     def end(self) -> None:
         """Take the ablations away again."""
         self._stack.close()

@@ -314,3 +314,23 @@ def test_two_masks_are_one_if_they_say_the_same(
             token_mask(inputs, spellings=set())
     else:
         assert torch.equal(token_mask(inputs, spellings=set()), mask == 1)  # type: ignore[arg-type]
+
+
+def test_a_model_that_works_in_place_on_what_enters_is_looked_at_as_it_entered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.sub_(0.5).div_(0.1))  # type: ignore[no-any-return]
+
+    x = torch.rand(7, 4)
+    model = InPlace().eval()
+    run = embedx.extract(model, x, layers="linear", batch_size=3, out=tmp_path)
+    with torch.no_grad():
+        assert np.allclose(run.embeddings["linear"], model(x.clone()), atol=1e-5)
+    assert caplog.text == ""
