@@ -146,13 +146,18 @@ def ready(module: nn.Module) -> Iterator[None]:
     """Gradients with respect to what enters, and to nothing else, whatever the caller has set.
 
     Parameters need no gradient meanwhile, so none is kept in their ``.grad``; convolutions of a GPU
-    are the same each time.
+    are the same each time, and so are gradients of one sample alone.
     """
     backend: Any = torch.backends.cudnn
     before = backend.deterministic, backend.benchmark
     try:
         backend.deterministic, backend.benchmark = True, False
-        with frozen(module), torch.inference_mode(False), torch.enable_grad():
+        with (
+            frozen(module),
+            hooks.right_gradients(module),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             yield
     finally:
         backend.deterministic, backend.benchmark = before

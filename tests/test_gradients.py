@@ -986,3 +986,40 @@ def test_a_gradient_within_checkpointing_that_runs_again_is_told_in_words(tmp_pa
 
     with pytest.raises(LayerError, match=r"body\.0:grad: the pass ran without gradients"):
         embedx.extract(Checkpointed().eval(), torch.randn(8, 6), layers="body.0:grad", out=tmp_path)
+
+
+class Tokens(nn.Module):
+    """Its gradient comes back from tokens, with its axes turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        with torch.no_grad():
+            assert self.norm.running_var is not None
+            self.norm.running_var.uniform_(0.2, 3)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.head(tokens.tanh()).amax(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_gradient_of_one_sample_alone_is_that_of_it_among_others(
+    batch_size: int, tmp_path: Path
+) -> None:
+    model, x = Tokens().eval(), torch.randn(3, 3, 9, 9)
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(model(leaf).amax(1).sum(), leaf)  # three at once: right
+    run = embedx.extract(
+        model,
+        x,
+        layers=["conv:grad_input"],
+        objective="predicted",
+        pooling="flatten",
+        batch_size=batch_size,
+        out=tmp_path,
+    )
+    assert np.allclose(run.embeddings["conv:grad_input"], wanted.flatten(1), atol=1e-6)
+    assert not n_hooks(model)

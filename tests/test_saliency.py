@@ -506,3 +506,17 @@ def test_a_model_without_scores_or_gradient_and_a_class_that_is_none_are_refused
 
     with pytest.raises(ModelError, match="no gradient comes from the scores of net"):
         made(saliency.input_gradient, Detached())
+
+
+def test_maps_of_one_sample_alone_are_those_of_it_among_others() -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("levit_128s", pretrained=False, num_classes=7).eval()
+    for child in model.modules():
+        if isinstance(child, nn.BatchNorm2d):
+            child.running_var.uniform_(0.5, 2)
+    x = torch.randn(2, 3, 224, 224)
+    together = made(saliency.input_gradient, model, x).maps
+    alone = made(saliency.input_gradient, model, x[:1]).maps
+    assert together.any()
+    assert torch.allclose(alone[0], together[0], rtol=1e-3, atol=1e-4 * together.abs().max().item())
