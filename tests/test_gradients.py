@@ -1002,7 +1002,7 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
-        return self.head(tokens.tanh()).amax(1)  # type: ignore[no-any-return]
+        return self.head(tokens).tanh().amax(1)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
