@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedx.checks import check_arguments
 from embedx.errors import ConfigError, LayerError, ShapeError, listed
-from embedx.pooling import may_be_channels_last, mean_token
+from embedx.pooling import channels_axis, mean_token
 
 log = logging.getLogger("embedx")
 
@@ -151,8 +151,9 @@ class Ablation:
         return value.index_copy(axis, index, chosen)
 
     def _axis(self, name: str, value: Tensor, seen: Seen) -> int:
-        is_last = may_be_channels_last(value, picture=seen.picture)
-        is_unclear = value.ndim == 4 and len(set(value.shape[1:])) == 1
+        axis = channels_axis(value, picture=seen.picture)
+        is_last = axis == 3
+        is_unclear = axis is None or (value.ndim == 4 and len(set(value.shape[1:])) == 1)
         if value.ndim == 5:  # of videos: time comes second where channels come last
             is_unclear = value.shape[4] > max(value.shape[1:4])
         fits = {

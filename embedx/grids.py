@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from embedx.pooling import may_be_channels_last
+from embedx.pooling import channels_axis
 
 # Tokens before those of the picture: class, distillation, registers. Networks have up to 5, and
 # where it is known into what they cut the picture, others may have more.
@@ -59,6 +60,7 @@ def grid_of(
     n: int,
     picture: tuple[int, int],
     patches: tuple[int, int] | None = None,
+    is_first: bool = False,
 ) -> Grid | None:
     """The grid of what a layer gives, or None where that is no set of feature maps.
 
@@ -70,6 +72,7 @@ def grid_of(
         n: How many samples entered.
         picture: Height and width of what entered the network.
         patches: Height and width of the grid that the network cut the picture into, if known.
+        is_first: Whether channels come first, where the shape does not tell.
     """
     if not isinstance(activation, Tensor) or not activation.is_floating_point():
         return None
@@ -77,7 +80,10 @@ def grid_of(
         return None
     if activation.ndim == 3:
         return _of_tokens(activation.shape[1], picture, patches)
-    if may_be_channels_last(activation, picture=picture):
+    axis = channels_axis(activation, picture=picture)
+    if axis is None and not is_first:
+        return None
+    if axis == 3:
         form, h, w = "last", activation.shape[1], activation.shape[2]
     else:
         form, h, w = "first", activation.shape[2], activation.shape[3]
@@ -162,13 +168,29 @@ def seen_in(
     for name, output in fired:
         point = name if calls[name] == 1 else f"{name}@{n_before[name]}"
         n_before[name] += 1
-        grid = grid_of(output, n=n, picture=picture, patches=patches.get(_width(output)))
+        grid = grid_of(
+            output,
+            n=n,
+            picture=picture,
+            patches=patches.get(_width(output)),
+            is_first=gives_channels_first(modules[name], output),
+        )
         # What these give is given by another layer too, or is attention from token to token.
         is_bare = re.search("Dropout|Identity|Softmax", type(modules[name]).__name__)
         if grid is not None and name and not is_bare:
             has_parts = next(modules[name].children(), None) is not None
             seen.append(Seen(point, tuple(output.shape), grid, pooled[id(output)], has_parts))
     return seen
+
+
+def gives_channels_first(module: nn.Module, output: Any) -> bool:
+    """Whether a layer gives ``(n, c, h, w)`` by what it is, or by how that lies in memory."""
+    if not isinstance(output, Tensor) or output.ndim != 4:
+        return False
+    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+    if isinstance(module, kinds) or type(module).__module__ == "torch.nn.modules.pooling":
+        return True
+    return output.stride(1) == 1 and output.is_contiguous(memory_format=torch.channels_last)
 
 
 def patches_in(

@@ -364,14 +364,35 @@ def may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None 
         return first == second != last
     if activation.stride(1) == 1 and activation.is_contiguous(memory_format=torch.channels_last):
         return False  # so do convolutions lay out what they give: the second axis is the channels
-    proportion = math.log(picture[0] / picture[1])
-    off_first = abs(math.log(second / last) - proportion)
-    off_last = abs(math.log(first / second) - proportion)
+    off_first, off_last = _off_picture(activation, picture)
     if off_last <= off_first:
         return True
     # A size that is no multiple of the stride is rounded: what is nearer may be so by that alone.
     is_exact = picture[0] * last == picture[1] * second and picture[0] % second == 0
     return not is_exact and _is_rounded((first, second), picture)
+
+
+def channels_axis(activation: Tensor, *, picture: tuple[int, int] | None) -> int | None:
+    """Which axis of ``(n, c, h, w)`` or ``(n, h, w, c)`` is that of the channels, 1 or 3.
+
+    Args:
+        activation: What a layer gives.
+        picture: Height and width of what entered the network.
+
+    Returns:
+        None where both may be, as of ``(n, 32, 32, 32)``.
+    """
+    if not may_be_channels_last(activation, picture=picture):
+        return 1
+    off_first, off_last = (0.0, 1.0) if picture is None else _off_picture(activation, picture)
+    return None if abs(off_first - off_last) < 1e-9 else 3
+
+
+def _off_picture(activation: Tensor, picture: tuple[int, int]) -> tuple[float, float]:
+    """How far from the picture's proportion maps are, if channels come first, and if last."""
+    _, first, second, last = (builtins.max(size, 1) for size in activation.shape)
+    proportion = math.log(picture[0] / picture[1])
+    return abs(math.log(second / last) - proportion), abs(math.log(first / second) - proportion)
 
 
 def _is_rounded(size: tuple[int, int], picture: tuple[int, int]) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from embedx.grids import Grid
 from embedx.objectives import require_class, scores_of
 from embedx.passes import frozen, run_model
 from embedx.points import Point, parse_point
+from embedx.pooling import channels_axis
 
 log = logging.getLogger("embedx")
 
@@ -444,12 +445,14 @@ class Network:
         patches: Into which grids it cuts the picture, by the number of channels.
         picture: Height and width of what enters.
         calls: How often each layer ran.
+        first: The layers whose channels come first in ``(n, c, h, w)``, whatever their shape.
     """
 
     seen: Sequence[grids.Seen]
     patches: Mapping[int, tuple[int, int]]
     picture: tuple[int, int]
     calls: Mapping[str, int]
+    first: Set[str]
 
 
 def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
@@ -467,12 +470,18 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
     fired: list[tuple[str, Any]] = []
     note = hooks.watched(module, left=lambda name, output: fired.append((name, output)))
     with note, torch.no_grad():
-        run_model(module, inputs.clone(), title=title)
+        try:  # convolutions pass on how a picture lies in memory, which tells their axes
+            run_model(module, inputs.clone(memory_format=torch.channels_last), title=title)
+        except ModelError:  # its code may want another layout
+            fired.clear()
+            run_model(module, inputs.clone(), title=title)
+    modules = dict(module.named_modules())
     return Network(
         grids.seen_in(module, fired, n=1, picture=picture),
         grids.patches_in(fired, n=1, picture=picture),
         picture,
         Counter(name for name, _ in fired),
+        {name for name, out in fired if grids.gives_channels_first(modules[name], out)},
     )
 
 
@@ -483,14 +492,20 @@ def as_layer(network: Network, point: Point, activation: Tensor, *, n: int) -> L
         LayerError: What it gives is no set of feature maps.
     """
     patches = network.patches.get(activation.shape[2]) if activation.ndim == 3 else None
-    grid = grids.grid_of(activation, n=n, picture=network.picture, patches=patches)
+    is_first = point.layer in network.first and point.what == "output"
+    grid = grids.grid_of(
+        activation, n=n, picture=network.picture, patches=patches, is_first=is_first
+    )
     if grid is None:
         names = [one.name for one in network.seen if not one.is_pooled]
         others = f"; some that do: {listed(names[::-1], most=4)}" if names else ""
+        what = "which are no feature maps"
+        if channels_axis(activation, picture=network.picture) is None:
+            what = "and which axis is that of the channels cannot be told"
         raise LayerError(
             f"layer {point.name} gives {tuple(activation.shape)} for "
             f"{number_of(n, 'picture', 'pictures')} of {network.picture[0]}x{network.picture[1]} "
-            f"px, which are no feature maps{others}"
+            f"px, {what}{others}"
         )
     width = activation.shape[1] if grid.form == "first" else activation.shape[-1]
     return Layer(point, grid, width)

@@ -520,3 +520,43 @@ def test_maps_of_one_sample_alone_are_those_of_it_among_others() -> None:
     alone = made(saliency.input_gradient, model, x[:1]).maps
     assert together.any()
     assert torch.allclose(alone[0], together[0], rtol=1e-3, atol=1e-4 * together.abs().max().item())
+
+
+@pytest.mark.parametrize(("size", "channels"), [((32, 32), 32), ((24, 24), 24), ((40, 32), 50)])
+def test_as_many_channels_as_rows_and_columns_are_told_from_them(
+    size: tuple[int, int], channels: int
+) -> None:
+    class Block(nn.Module):  # whose last layer is none that is known
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, channels, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).clamp(min=0)  # type: ignore[no-any-return]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.block, self.head = Block(), nn.Linear(channels, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.block(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+    net, x = Net().eval(), torch.randn(2, 3, *size)
+    for name, child in (("block", net.block), ("block.conv", net.block.conv)):
+        a, g = both(net, child, x)
+        wanted = (g.mean((2, 3), keepdim=True) * a).sum(1).clamp(min=0)
+        got = made(saliency.gradcam, net, x, layer=layer_of(net, name, x)).maps
+        assert torch.allclose(got, wanted, atol=1e-6)
+
+
+def test_channels_that_cannot_be_told_from_rows_are_refused() -> None:
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh().contiguous()
+
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Turned(), nn.Flatten(), nn.Linear(4096, 4))
+    x = torch.randn(2, 3, 16, 16)
+    with pytest.raises(LayerError, match="which axis is that of the channels cannot be told"):
+        layer_of(net, "1", x)
