@@ -244,7 +244,7 @@ class Looks:
                 found[f"the output of {plan.model.name}"] = scores
             return found
 
-        def again(rows_of: slice | list[int]) -> dict[str, Tensor]:
+        def again(rows_of: list[int]) -> dict[str, Tensor]:
             some = _copied(mapped(inputs, lambda tensor: tensor[rows_of]))
             rows.mask = None if mask is None else mask[rows_of]
             of = None if labels is None else labels[rows_of]
@@ -254,10 +254,11 @@ class Looks:
             finally:
                 rows.mask = mask
 
-        before, few, mask = kept(output), min(2, n - 1), rows.mask
-        mixed: list[str] = []
+        before, mask = kept(output), rows.mask
+        chosen = _apart(inputs, n=n)
+        few, mixed = len(chosen), list[str]()
         try:
-            found = again(slice(few))
+            found = again(chosen)
         except (ModelError, LayerError):
             found = {}
         except ShapeError as error:  # of a pooling that holds something for a whole batch
@@ -276,12 +277,12 @@ class Looks:
                     f"{shown}, and {tuple(before[title].shape)} for {n}: a row is as long as the "
                     "batch, of which it says something; choose another layer"
                 )
-            mixed += [] if _gives_alike(plan, now, before[title][:few]) else [title]
+            mixed += [] if _gives_alike(plan, now, before[title][chosen]) else [title]
         if mixed and not draws:
             log.warning(
-                "%s: rows hang on the samples beside them, for two alone give others (a "
-                "normalization over the batch, or tokens before samples); batch_size=1 gives each "
-                "its own",
+                "%s: rows hang on the samples beside them, or on their place in the batch, for two "
+                "alone give others (a normalization over the batch, or tokens before samples: is "
+                "batch_first=True missing?); batch_size=1 gives each its own",
                 listed(mixed),
             )
         if found:
@@ -728,6 +729,24 @@ def _gives_alike(plan: Plan, output: Any, other: Any) -> bool:
     tensors = zip(tensors_in(output), tensors_in(other), strict=False)
     most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.05
     return all(_is_alike(one, another, most=most) for one, another in tensors)
+
+
+def _apart(inputs: Inputs, *, n: int) -> list[int]:
+    """Two samples, or one of two, in places that they do not have in the batch of n.
+
+    They come one after the other in the other order, for what goes from earlier samples to later
+    ones leaves the first as they are; and they are the least, for the largest number of a batch,
+    by which all may be divided, is not to be theirs.
+    """
+    few = min(2, n - 1)
+    first = tensors_of(inputs)[0]
+    if first.is_floating_point():
+        sizes = first.detach().flatten(1).abs().amax(1)
+        # Zeros stand in place of what could not be read.
+        sizes = torch.where(sizes > 0, sizes, torch.inf)
+        sizes[0] = torch.inf
+        return sorted(sizes.argsort(stable=True)[:few].tolist(), reverse=True)
+    return list(range(n - 1, n - 1 - few, -1))
 
 
 def _not_of_mask(point: str, why: str) -> ShapeError:

@@ -334,3 +334,63 @@ def test_a_model_that_works_in_place_on_what_enters_is_looked_at_as_it_entered(
     with torch.no_grad():
         assert np.allclose(run.embeddings["linear"], model(x.clone()), atol=1e-5)
     assert caplog.text == ""
+
+
+class PlaceInBatch(nn.Module):
+    """Adds what stands for places of tokens along the axis of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("places", torch.randn(50, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.places[: len(x)])  # type: ignore[index,no-any-return]
+
+
+class ByLargest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x / x.max())  # type: ignore[no-any-return]
+
+
+class Summed(ByLargest):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.cumsum(0))  # type: ignore[no-any-return]
+
+
+class Plain(ByLargest):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class OverBatch(nn.Module):
+    """Runs along the axis of the samples, for want of batch_first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.lstm(x)[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+@pytest.mark.parametrize(
+    ("kind", "is_said"),
+    [(PlaceInBatch, True), (ByLargest, True), (Summed, True), (OverBatch, True), (Plain, False)],
+)
+def test_rows_that_hang_on_the_batch_are_said_to_whichever_way(
+    kind: Any, is_said: bool, n: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(n, 4, 6) * torch.tensor([1.0, *[0.9] * (n - 1)])[:, None, None]
+    model = kind().eval()
+    run = embedx.extract(model, x, layers="linear", pooling="flatten", out=tmp_path)
+    with torch.no_grad():
+        alone = torch.cat([model(one[None]) for one in x]).flatten(1)
+    assert np.allclose(run.embeddings["linear"], alone, atol=1e-5) != is_said
+    assert ("rows hang on the samples beside them, or on their place" in caplog.text) == is_said
