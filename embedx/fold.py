@@ -4,6 +4,7 @@ Folded is a batch normalization into the convolution before it, while a network 
 """
 
 import contextlib
+import copy
 import functools
 import re
 import types
@@ -214,7 +215,8 @@ def _pairs(module: nn.Module) -> list[tuple[str, str]]:
     if not any(type(child) is nn.BatchNorm2d for child in module.modules()):
         return []
     try:
-        graph = fx.Tracer().trace(module)
+        with _attributes_put_back(module):
+            graph = fx.Tracer().trace(module)
     except Exception:  # what depends on values of tensors cannot be traced, and runs as it is
         return []
     calls = [node for node in graph.nodes if node.op == "call_module"]
@@ -230,6 +232,26 @@ def _pairs(module: nn.Module) -> list[tuple[str, str]]:
         ):
             pairs.append(pair)
     return pairs
+
+
+@contextlib.contextmanager
+def _attributes_put_back(module: nn.Module) -> Iterator[None]:
+    """Stand-ins for tensors that a traced pass leaves in modules, as in a cache, are taken out."""
+    kinds = (dict, list, set)
+    held = []
+    for child in module.modules():
+        own = {key: value for key, value in vars(child).items() if key not in _USUAL}
+        held.append((child, own, {k: copy.copy(v) for k, v in own.items() if type(v) in kinds}))
+    try:
+        yield
+    finally:
+        for child, own, filled in held:
+            for key in vars(child).keys() - _USUAL - own.keys():
+                del vars(child)[key]
+            vars(child).update(own)
+            for key, before in filled.items():
+                own[key].clear()
+                (own[key].extend if isinstance(before, list) else own[key].update)(before)
 
 
 def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:

@@ -226,3 +226,39 @@ def test_attention_that_somebody_registered_is_not_known() -> None:
     assert is_known(model)
     model.config._attn_implementation = "mine"
     assert not is_known(model)
+
+
+class Cached(nn.Module):
+    """Keeps what it made of its input by the device, as attention biases are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.cache: dict[str, Tensor] = {}
+        self.names, self.last = ["a"], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        self.cache[str(y.device)] = y
+        self.names.append("b")
+        self.last, self.made = 1, y
+        return y  # type: ignore[no-any-return]
+
+
+def test_a_traced_pass_leaves_nothing_in_the_network() -> None:
+    module = Cached().eval()
+    cache, names = module.cache, module.names
+    with folded(module, []) as n:
+        assert n == 1
+        assert (module.cache, module.names, module.last) == ({}, ["a"], 0)
+        assert not hasattr(module, "made")
+    assert module.cache is cache
+    assert module.names is names
+
+
+def test_a_network_with_a_cache_is_found_done(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    model, x = timm.create_model("levit_128s", num_classes=3).eval(), torch.randn(2, 3, 224, 224)
+    embedx.extract(model, x, out=tmp_path, thumbnails=0)
+    assert is_known(model)
+    assert embedx.extract(model, x, out=tmp_path, thumbnails=0).n_rows == 2
