@@ -29,6 +29,7 @@ class Seen:
         is_plain: Whether nothing is changed, to see what the hooks alone do.
         sizes: Of the axes of ablated layers, less the first.
         told: Of which ablations it was said what they do.
+        masked: Where the mask has decided what an average is of.
     """
 
     n: int = 0
@@ -38,6 +39,7 @@ class Seen:
     is_plain: bool = False
     sizes: set[int] = dataclasses.field(default_factory=set)
     told: list["Ablation"] = dataclasses.field(default_factory=list)
+    masked: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,8 @@ class Ablation:
                     f"padding is not known: {' and '.join(seen.strangers)} enters beside the mask, "
                     "without one; use by=zero, or run that part of the model alone"
                 )
+            if has_mask:
+                seen.masked.add(self.at)
             mean = mean_token(value, mask=seen.mask if has_mask else None)[:, None]
             chosen = (mean if name == "tokens" else mean[..., index]).expand_as(chosen)
         else:

@@ -6,7 +6,7 @@ import functools
 import logging
 import random
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,8 +141,9 @@ class Looks:
         if not self._is_mask_looked_at and self._has_masked_padding:
             self._is_mask_looked_at = True
             if not keeps and not draws and isinstance(inputs, dict):
-                self._require_mask_of(inputs, seed=seed)
-                self._say_of_padding(inputs, labels, n=n, seed=seed)
+                of_mask = self._require_mask_of(inputs, seed=seed)
+                if of_mask and self._rows.masked:
+                    self._say_of_padding(inputs, of_mask, labels, n=n, seed=seed)
         if not self._is_within_looked_at:
             self._is_within_looked_at = True
             if not keeps:
@@ -151,16 +152,20 @@ class Looks:
     @property
     def _has_masked_padding(self) -> bool:
         mask = self._rows.mask
-        if mask is None or mask.ndim != 2 or not self._rows.masked:
+        if mask is None or mask.ndim != 2 or not (self._rows.masked or self._seen.masked):
             return False
         return not bool(mask.all())
 
     def _plain(self, inputs: Inputs, *, seed: int) -> Any:
         """A pass that leaves the inputs as they are, and nothing is changed in or asked for."""
-        plan = self._plan
+        plan, was_plain = self._plan, self._seen.is_plain
         seed_all(seed, plan.device)
-        with autocast(plan.precision, plan.device):
-            return run_model(plan.model.module, _copied(inputs), title=plan.model.name)
+        self._seen.is_plain = True
+        try:
+            with autocast(plan.precision, plan.device):
+                return run_model(plan.model.module, _copied(inputs), title=plan.model.name)
+        finally:
+            self._seen.is_plain = was_plain
 
     def _look_at_changes(self, inputs: Inputs, labels: Tensor | None, *, n: int, seed: int) -> None:
         plan, got = self._plan, self._got
@@ -401,25 +406,37 @@ class Looks:
             )
 
     def _say_of_padding(
-        self, inputs: dict[str, Tensor], labels: Tensor | None, *, n: int, seed: int
+        self,
+        inputs: dict[str, Tensor],
+        of_mask: Collection[str],
+        labels: Tensor | None,
+        *,
+        n: int,
+        seed: int,
     ) -> None:
         """Say which rows hang on padding: the sample of the fewest tokens has another one alone.
 
         Where the model does not take it without its padding, other tokens enter at the places of
         that; it alone would not do, for a model may know padding by what stands there.
 
+        Args:
+            inputs: Of the n samples.
+            of_mask: What of them is of the mask's tokens.
+            labels: Theirs.
+            n: How many.
+            seed: Of the pass.
+
         Raises:
             LayerError: A point did not fire.
         """
         mask = self._rows.mask
         assert mask is not None
-        beside = tokens_beside(mask, inputs)
         i = int(mask.sum(1).argmin())
         alone, changed = dict(inputs), dict(inputs)
         for name, given in inputs.items():
-            is_of_tokens = name in beside or (name in MASKS and given.shape == mask.shape)
+            is_of_tokens = name in of_mask or (name in MASKS and given.shape == mask.shape)
             alone[name] = given[i : i + 1, mask[i]] if is_of_tokens else given[i : i + 1]
-            if name in beside:
+            if name in of_mask:
                 of_a_token = given[torch.arange(n, device=given.device), mask.int().argmax(1)]
                 is_token = mask.reshape(mask.shape + (1,) * (given.ndim - 2))
                 changed[name] = torch.where(is_token, given, of_a_token[:, None])
@@ -449,10 +466,13 @@ class Looks:
                 self._plan.model.name,
             )
 
-    def _require_mask_of(self, inputs: dict[str, Tensor], *, seed: int) -> None:
+    def _require_mask_of(self, inputs: dict[str, Tensor], *, seed: int) -> list[str]:
         """See that the tokens of layers are those of the mask, by passes with one token less.
 
         Of two sequences that enter one may be shorter by itself, and the one of the mask with it.
+
+        Returns:
+            What enters and is of the mask's tokens; nothing where this is not known.
 
         Raises:
             ShapeError: They are those of another sequence, or as many whatever enters.
@@ -464,11 +484,14 @@ class Looks:
         own_masks = [name for name in beside if is_like_a_mask(name, inputs[name])]
         beside = [name for name in beside if name not in own_masks]
         if len(masks) > 1 or not beside:  # several are equal: each sequence has its own
-            return
-        points = self._forward_points(self._rows.masked)
+            return beside
+        plan = self._plan
+        pooled = [point for point in plan.points if point.name in self._rows.masked]
+        averaged = [point for point, one in plan.ablated if one.at in self._seen.masked]
+        points = _forward_points([*pooled, *averaged])
         self._got.remove()
         with hooks.Capture(
-            self._plan.model.module, points, reduce=lambda _, value: value.float(), only_here=True
+            plan.model.module, points, reduce=lambda _, value: value.float(), only_here=True
         ) as got:
 
             def values(some: dict[str, Tensor]) -> dict[str, Tensor] | None:
@@ -496,6 +519,10 @@ class Looks:
             tied = None if not rest else shorter(*rest, *masks) if free else whole
             if tied is None and rest and own_masks:  # one of these is of the same tokens
                 tied = shorter(*rest, *masks, *own_masks)
+            for name in list(rest) if tied is None and len(rest) > 1 else ():
+                others = [other for other in rest if other != name]  # it is none of tokens
+                if tied is None and (of_others := shorter(*others, *masks)) is not None:
+                    rest, tied = others, of_others
             unknown = []
             for key in sorted(point.name for point in points):
                 if tied and key in tied:
@@ -535,16 +562,7 @@ class Looks:
                 listed(unknown),
                 " and ".join(sequences),
             )
-
-    def _forward_points(self, names: Collection[str]) -> list[Point]:
-        """Where tensors go by that points of these names are of, or are the gradients of."""
-        return list(
-            {
-                dataclasses.replace(point, what="input" if point.is_at_input else "output")
-                for point in self._plan.points
-                if point.name in names
-            }
-        )
+        return rest if tied is not None or len(sequences) < 2 else []
 
     def _require_own_tokens(
         self, names: Collection[str], inputs: dict[str, Tensor], others: Sequence[str], *, seed: int
@@ -554,7 +572,7 @@ class Looks:
         Raises:
             ShapeError: They are not, or both lead to the layer.
         """
-        points = self._forward_points(names)
+        points = _forward_points([one for one in self._plan.points if one.name in names])
         changed = {name: _another(one) if name in others else one for name, one in inputs.items()}
         found = []
         self._got.remove()
@@ -650,6 +668,16 @@ class Memory:
                 "copies of other items" if self._plan.source.collate is not None else "zeros",
                 self._plan.model.name,
             )
+
+
+def _forward_points(points: Iterable[Point]) -> list[Point]:
+    """Where the tensors go by that points are of, or are the gradients of."""
+    return list(
+        {
+            dataclasses.replace(point, what="input" if point.is_at_input else "output")
+            for point in points
+        }
+    )
 
 
 def own_generators(module: nn.Module) -> list[str]:

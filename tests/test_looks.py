@@ -37,6 +37,7 @@ class Translator(nn.Module):
         self.tokens = nn.Embedding(20, 8)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
         self.decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0, batch_first=True)
+        self.out = nn.Linear(8, 3)
 
     def forward(self, text: Tensor, summary: Tensor, attention_mask: Tensor) -> Tensor:
         is_padding = attention_mask == 0
@@ -44,9 +45,8 @@ class Translator(nn.Module):
         t = summary.shape[1]
         later = torch.ones(t, t, dtype=torch.bool).triu(1)
         given = self.tokens(summary)
-        return self.decoder(  # type: ignore[no-any-return]
-            given, found, tgt_mask=later, memory_key_padding_mask=is_padding
-        )
+        decoded = self.decoder(given, found, tgt_mask=later, memory_key_padding_mask=is_padding)
+        return self.out(decoded.mean(1))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("pool", ["mean_token", "max_token", "auto"])
@@ -394,3 +394,91 @@ def test_rows_that_hang_on_the_batch_are_said_to_whichever_way(
         alone = torch.cat([model(one[None]) for one in x]).flatten(1)
     assert np.allclose(run.embeddings["linear"], alone, atol=1e-5) != is_said
     assert ("rows hang on the samples beside them, or on their place" in caplog.text) == is_said
+
+
+@pytest.mark.parametrize("units", [[1], "all"])
+def test_an_ablation_averages_over_the_tokens_of_no_other_mask(units: Any, tmp_path: Path) -> None:
+    ablate = [{"at": "decoder", "units": units, "by": "mean"}]
+    with pytest.raises(ShapeError, match="decoder: the mask .* those of summary, not of text"):
+        embedx.extract(
+            Translator().eval(), sequences(), layers="out", ablate=ablate, out=tmp_path / "a"
+        )
+    ablate[0]["at"] = "encoder"
+    run = embedx.extract(
+        Translator().eval(), sequences(), layers="out", ablate=ablate, out=tmp_path / "b"
+    )
+    assert run.n_rows == 6
+
+
+class WithFeatures(Backwards):
+    """Beside its tokens numbers of the sample enter, as many as there are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(7, 8)
+
+    def forward(self, text: Tensor, summary: Tensor, attention_mask: Tensor) -> Tensor:
+        tokens = self.tokens(text) + self.features(summary.float())[:, None]
+        return self.encoder(tokens, src_key_padding_mask=attention_mask == 0)  # type: ignore[no-any-return]
+
+
+class Crossed(Backwards):
+    """The tokens with a mask look at those of another sequence, as many of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, text: Tensor, summary: Tensor, attention_mask: Tensor) -> Tensor:
+        tokens, others = self.tokens(text), self.tokens(summary)
+        tokens = tokens + self.look(tokens, others, others)[0]
+        return self.encoder(tokens, src_key_padding_mask=attention_mask == 0)  # type: ignore[no-any-return]
+
+
+class TokensWithTypes(nn.Module):
+    """A text as BERT takes it, and a history beside it, along which an LSTM goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.types = nn.Embedding(20, 8), nn.Embedding(20, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+        self.lstm, self.history = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(
+        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, history: Tensor
+    ) -> Tensor:
+        tokens = self.tokens(input_ids) + self.types(token_type_ids)
+        found = self.encoder(tokens, src_key_padding_mask=attention_mask == 0).mean(1)
+        return self.history(self.lstm(self.tokens(history))[0]).mean(1) + found  # type: ignore[no-any-return]
+
+
+def test_a_history_beside_a_text_with_types_is_not_pooled_by_its_mask(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, names = TokensWithTypes().eval(), ("input_ids", "token_type_ids", "history")
+    items = [
+        {**dict(zip(names, (one["text"], one["summary"], one["boxes"]), strict=True)), **rest}
+        for one in sequences(kinds=3)
+        for rest in [{"attention_mask": one["attention_mask"]}]
+    ]
+    with pytest.raises(ShapeError, match="its tokens are those of history, not of input_ids"):
+        embedx.extract(model, items, layers="history", pooling="mean_token", out=tmp_path)
+    embedx.extract(model, items, layers="encoder", pooling="mean_token", out=tmp_path)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", [WithFeatures, Crossed])
+def test_what_enters_beside_the_tokens_is_no_padding(
+    kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, items = kind().eval(), sequences()
+    run = embedx.extract(model, items, layers="encoder", pooling="mean_token", out=tmp_path)
+    for row, item in zip(run.embeddings["encoder"], items, strict=True):
+        is_token = item["attention_mask"] == 1
+        with torch.no_grad():
+            alone = model(
+                item["text"][is_token][None], item["summary"][None], torch.ones(1, is_token.sum())
+            )[0].mean(0)
+        assert np.allclose(row, alone, atol=1e-5)
+    assert caplog.text == ""
