@@ -9,14 +9,15 @@ import json
 import logging
 import operator
 import os
+import types
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from embedx import derived, hooks, layout, store
@@ -29,7 +30,16 @@ from embedx.matrix import Array
 from embedx.parts import append_parts
 from embedx.points import Point, resolve_points
 from embedx.pooling import Function, per_point
-from embedx.rows import Rows, not_finite, picture_size, strangers_to, token_mask
+from embedx.rows import (
+    MASKS,
+    Rows,
+    masks_unknown,
+    not_finite,
+    picture_size,
+    require_no_other_mask,
+    strangers_to,
+    token_mask,
+)
 from embedx.store import Embeddings
 
 log = logging.getLogger("embedx")
@@ -110,13 +120,14 @@ class Recorder:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        trace: types.TracebackType | None,
     ) -> None:
         if kind is None:
             self.finish()
             return
         self.close()
         if self.n_rows:
+            self._say_of_squares()
             log.warning(
                 "stopped by %s; %s rows are kept: embedx.join(%r) makes a file of them",
                 kind.__name__,
@@ -143,10 +154,12 @@ class Recorder:
                     "layers ran after recorder.batch() and outside of a forward pass of the model; "
                     "put what runs them into `with recorder.paused():`"
                 )
-            inputs = _by_name(self._model, args, kwargs)
+            wants_mask = bool(self._rows.mask_takers)
+            inputs = _by_name(self._model, args, kwargs, wants_mask=wants_mask)
             self._rows.picture = picture_size(inputs.values())
-            if self._rows.mask_takers:
+            if wants_mask:
                 self._rows.mask = token_mask(inputs, spellings=self._rows.spellings)
+                require_no_other_mask(self._rows.mask, inputs)
                 strangers = strangers_to(self._rows.mask, inputs)
                 self._rows.strangers = [
                     name for name in strangers if name != "labels" or self._has_decoder
@@ -475,6 +488,10 @@ class Recorder:
                 "are not recorded",
                 f"{self._n_refused:,}",
             )
+        self._say_of_squares()
+        return join(self.path.parent)
+
+    def _say_of_squares(self) -> None:
         for name in self._square.keys() - self._told_apart:
             log.warning(
                 "%s gave %s in every batch: its first axis was taken for that of the samples; if "
@@ -482,7 +499,6 @@ class Recorder:
                 name,
                 self._square[name],
             )
-        return join(self.path.parent)
 
 
 _OPEN: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
@@ -731,23 +747,46 @@ def _require_replaceable(
             )
 
 
-def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants_mask: bool
+) -> dict[str, Any]:
     """What enters a model, by the names of its arguments, and by those within these: the keys of
-    dicts and the fields of tuples and dataclasses; by numbers what has no name."""
+    dicts and the fields of tuples and dataclasses; by numbers what has no name.
+
+    Raises:
+        ShapeError: Several masks of padding have one name, and differ.
+    """
     named: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):  # the model will say what is wrong with them
         named |= inspect.signature(model.forward).bind(*args, **kwargs).arguments
     within: dict[str, Any] = {}
-    for value in (*args, *kwargs.values()):
+
+    def look_into(value: Any, *, depth: int = 3) -> None:
+        fields: dict[Any, Any] = {}
         if isinstance(value, Mapping):
-            within |= value
-            for inner in value.values():
-                within |= inner if isinstance(inner, Mapping) else {}
-        elif isinstance(value, (tuple, list)):
-            fields = getattr(value, "_fields", map(str, range(len(value))))
-            within |= dict(zip(fields, value, strict=True))
-        elif dataclasses.is_dataclass(value):
-            within |= {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+            fields = dict(value)
+        elif isinstance(value, (tuple, list)) and not all(type(one) is int for one in value):
+            names = getattr(value, "_fields", map(str, range(len(value))))
+            fields = dict(zip(names, value, strict=True))
+        elif dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
+            fields = dict(vars(value))
+        for name, inner in fields.items():
+            add(str(name), inner)
+            if depth and not isinstance(inner, (Tensor, str)):
+                look_into(inner, depth=depth - 1)
+
+    def add(name: str, value: Any) -> None:
+        other = within.setdefault(name, value)
+        if not wants_mask or name not in MASKS or value is other:
+            return
+        both = isinstance(value, Tensor) and isinstance(other, Tensor)
+        if both and not torch.equal(value, other):
+            raise masks_unknown([name, f"another {name}"])
+
+    for value in (*args, *kwargs.values()):
+        look_into(value)
+    for name, value in named.items():
+        add(name, value)
     known = {id(value) for value in named.values()}
     numbered = {str(i): value for i, value in enumerate(args) if id(value) not in known}
     return numbered | within | named | kwargs

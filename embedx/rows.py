@@ -383,16 +383,35 @@ def is_like_a_mask(name: str, given: Tensor) -> bool:
 
 
 def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
-    """The name of a tensor ``(n, t)`` of truth values beside another one of as many tokens."""
-    tensors = {name: one for name, one in inputs.items() if isinstance(one, Tensor)}
+    """The name of truth values ``(n, t)`` beside a tensor of as many tokens, or of lengths.
+
+    With axes of one entry between, such as ``(n, 1, 1, t)``, or ``(n, t, t)`` that samples do not
+    share, they are taken for them too.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, given in inputs.items():
+        is_list = isinstance(given, (list, tuple)) and len(given) > 0
+        is_whole = is_list and all(type(one) is int for one in given)
+        if isinstance(given, Tensor):
+            tensors[name] = given
+        elif (isinstance(given, np.ndarray) and given.dtype.kind in "biuf") or is_whole:
+            tensors[name] = torch.as_tensor(given)
     for name, tensor in tensors.items():
         others = [one.shape[:2] for one in tensors.values() if one is not tensor]
-        if tensor.ndim != 2 or name in _NO_MASKS or tensor.shape not in others:
+        of_tokens = tensor
+        if tensor.ndim > 2 and len(tensor):
+            of_tokens = tensor.reshape(
+                len(tensor), *(size for size in tensor.shape[1:] if size > 1)
+            )
+        if of_tokens.ndim == 3 and of_tokens.shape[1] == of_tokens.shape[2]:
+            is_shared = bool((of_tokens == of_tokens[:1]).all())
+            of_tokens = of_tokens if is_shared else of_tokens[:, -1]
+        if of_tokens.ndim != 2 or name in _NO_MASKS or of_tokens.shape not in others:
             continue
         is_named = re.search("mask|pad", name.lower()) is not None
         if tensor.dtype == torch.bool:
             return name
-        if tensor.is_floating_point() and not is_named:
+        if (tensor.is_floating_point() or tensor.ndim > 2) and not is_named:
             continue
         if bool(((tensor == 0) | (tensor == 1)).all()):
             return name
@@ -424,11 +443,39 @@ def _require_one_mask(inputs: Mapping[str, Any]) -> None:
 
     is_one = len(masks) > len(others) and all(is_same(*one) for one in more)
     if not is_one:
-        raise ShapeError(
-            f"which tokens of a layer are padding is not known where there is {' and '.join(masks)}"
-            "; choose a pooling that takes no mask, such as pooling=cls or a function of your own, "
-            "or run the encoder alone"
-        )
+        raise masks_unknown(list(masks))
+
+
+def require_no_other_mask(mask: Tensor | None, inputs: Mapping[str, Any]) -> None:
+    """Refuse a mask ``(n, t)`` beside which one of as many tokens enters that may be a layer's own.
+
+    Where it can be looked whose tokens those of a layer are, this is not for.
+
+    Args:
+        mask: Which tokens are none of padding; None where there is no mask.
+        inputs: What enters a model, by the names of its arguments.
+
+    Raises:
+        ShapeError: There is one, such as ``query_attention_mask``, that says something else.
+    """
+    if mask is None:
+        return
+    for name, given in inputs.items():
+        is_named = re.fullmatch(r".+(attention|padding)_mask", name) and name not in MASKS
+        if not is_named or name == "global_attention_mask" or not isinstance(given, Tensor):
+            continue
+        tokens = given != 0 if name.endswith("attention_mask") else given == 0
+        if given.shape == mask.shape and not torch.equal(tokens, mask.to(given.device)):
+            raise masks_unknown([next(one for one in MASKS if one in inputs), name])
+
+
+def masks_unknown(names: Sequence[str]) -> ShapeError:
+    """The error where several masks enter, and a layer may be of the tokens of any."""
+    return ShapeError(
+        f"which tokens of a layer are padding is not known where there is {' and '.join(names)}; "
+        "choose a pooling that takes no mask, such as pooling=cls or a function of your own, or "
+        "run the encoder alone"
+    )
 
 
 _OF_SECOND_SEQUENCES = ("decoder_attention_mask", "tgt_key_padding_mask")

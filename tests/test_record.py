@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 import embedx
 from embedx import layout, store
-from embedx.errors import ConfigError, DataError, InUseError, LayerError, StoreError
+from embedx.errors import ConfigError, DataError, InUseError, LayerError, ShapeError, StoreError
 from embedx.record import Recorder
 
 N = 23
@@ -905,7 +906,11 @@ class Takes(nn.Module):
         return self.inner(*self.unpack(*args, **kwargs))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("how", ["dict by keyword", "dataclass", "tuple", "dict", "positions"])
+MASKS_BY_NAME = ["dict by keyword", "dataclass", "namespace", "dict in a tuple"]
+MASKS_SAID = ["tuple", "dict", "positions", "with axes", "of two axes", "lengths", "numpy"]
+
+
+@pytest.mark.parametrize("how", [*MASKS_BY_NAME, *MASKS_SAID])
 def test_a_mask_is_found_where_it_has_its_name_and_said_where_it_has_none(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -918,6 +923,24 @@ def test_a_mask_is_found_where_it_has_its_name_and_said_where_it_has_none(
         "tuple": (lambda batch: batch, (tuple(given.values()),), {}),
         "dict": (lambda b: (b["x"], b["m"]), ({"x": tokens, "m": given["attention_mask"]},), {}),
         "positions": (lambda *args: args, tuple(given.values()), {}),
+        "namespace": (
+            lambda b: (b.tokens, b.attention_mask),
+            (types.SimpleNamespace(**given),),
+            {},
+        ),
+        "dict in a tuple": (lambda batch: tuple(batch[0].values()), ((given, 3),), {}),
+        "with axes": (
+            lambda x, src_mask: (x, src_mask[:, 0, 0]),
+            (tokens,),
+            {"src_mask": mask[:, None, None]},
+        ),
+        "of two axes": (
+            lambda x, src_mask: (x, src_mask[:, -1]),
+            (tokens,),
+            {"src_mask": mask[:, None].repeat(1, 6, 1)},
+        ),
+        "lengths": (lambda x, lengths: (x, mask), (tokens,), {"lengths": mask.sum(1).tolist()}),
+        "numpy": (lambda x, mask: (x, torch.as_tensor(mask)), (tokens, mask.numpy()), {}),
     }[how]  # type: ignore[attr-defined]
     model = Takes(unpack).eval()
     vectors = model.inner.embed.weight.detach()[tokens]
@@ -927,13 +950,57 @@ def test_a_mask_is_found_where_it_has_its_name_and_said_where_it_has_none(
     ):
         model(*args, **kwargs)
         recorder.batch()
-    kept = mask[..., None] if how in ("dict by keyword", "dataclass") else torch.ones(8, 6, 1)
+    kept = mask[..., None] if how in MASKS_BY_NAME else torch.ones(8, 6, 1)
     wanted = (vectors * kept).sum(1) / kept.sum(1)
     rows = embedx.open(tmp_path).embeddings["inner.embed"]
     np.testing.assert_allclose(rows, wanted, atol=1e-6)
-    said = {"tuple": "1", "dict": "m", "positions": "argument 1"}.get(how)
-    assert ("looks like a mask of padding" in caplog.text) == (said is not None)
-    assert (said or "") in caplog.text
+    assert ("looks like a mask of padding" in caplog.text) == (how in MASKS_SAID)
+
+
+class Pairs(nn.Module):
+    """Two texts through one encoder, or two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tokens()
+
+    def forward(self, *texts: Any, **by_name: Tensor) -> Tensor:
+        if by_name:
+            names = [name.removesuffix("attention_mask") for name in by_name if "mask" in name]
+            pairs = [(by_name[f"{one}ids"], by_name[f"{one}attention_mask"]) for one in names]
+            return torch.stack([self.inner(*pair) for pair in pairs])
+        (one, other) = texts[0].values() if len(texts) == 1 else texts
+        return torch.stack([self.inner(**one), self.inner(**other)])
+
+
+@pytest.mark.parametrize("how", ["two dicts", "a dict of dicts", "other names"])
+def test_of_two_masks_that_differ_none_is_taken_for_the_other(how: str, tmp_path: Path) -> None:
+    def text(least: int) -> dict[str, Tensor]:
+        mask = (torch.arange(6) < least + torch.arange(4)[:, None]).long()
+        return {"tokens": torch.arange(24).reshape(4, 6) % 9, "attention_mask": mask}
+
+    def enter(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+        if how == "two dicts":
+            model(one, other)
+        elif how == "a dict of dicts":
+            model({"query": one, "document": other})
+        else:
+            named = {"ids": one["tokens"], "attention_mask": one["attention_mask"]}
+            more = {"pos_ids": other["tokens"], "pos_attention_mask": other["attention_mask"]}
+            model(**named, **more)
+
+    model = Pairs().eval()
+    with torch.no_grad():
+        with embedx.record(model, "inner.embed@0", tmp_path / "a", pooling="mean_token") as rec:
+            enter(model, text(1), text(1))  # they say the same
+            rec.batch()
+            with pytest.raises(ShapeError, match="attention_mask and (another|pos_)"):
+                enter(model, text(1), text(3))
+            rec.skip()
+        with embedx.record(model, "inner.embed@0", tmp_path / "b", pooling="cls") as rec:
+            enter(model, text(1), text(3))
+            rec.batch()
+    assert embedx.open(tmp_path / "a").n_rows == embedx.open(tmp_path / "b").n_rows == 4
 
 
 def test_an_axis_that_may_be_that_of_the_tokens_in_every_batch_is_said(
@@ -949,6 +1016,15 @@ def test_an_axis_that_may_be_that_of_the_tokens_in_every_batch_is_said(
         said = "0 gave (8, 8, 6) in every batch: its first axis was taken for that of the samples"
         assert (said in caplog.text) == (sizes == [8, 8])
         assert embedx.open(tmp_path / str(sizes)).n_rows == sum(sizes)
+    caplog.clear()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        embedx.record(model, "0", tmp_path / "stopped", pooling="mean_token") as recorder,
+    ):
+        model(torch.zeros(8, 8, 4))
+        recorder.batch()
+        raise KeyboardInterrupt
+    assert "0 gave (8, 8, 6) in every batch" in caplog.text
 
 
 def test_what_else_runs_the_layers_of_a_model_that_is_not_called_itself_is_refused_or_said(
