@@ -1,6 +1,7 @@
 """Pictures or tensors in a file of arrays."""
 
 import builtins
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -72,6 +73,10 @@ def array(
     where = Path(path).expanduser()
     limited(0, limit)
     arrays, refused = arrays_in(where)
+    # What another process writes by a memory map moves the time of the file only when it is new
+    # since it was synced last.
+    with contextlib.suppress(OSError), where.open("rb") as file:
+        os.fsync(file.fileno())
     about = where.stat()
     found = _chosen(where, arrays, refused, key)
     if found.dtype.kind not in "biuf":

@@ -134,7 +134,7 @@ def remove_derived(folder: Path, file_id: str, *, is_replaced: bool = True) -> N
 
     Args:
         folder: Where they lie.
-        file_id: Their id.
+        file_id: Their id; empty of a file that is there no more, or cannot be read.
         is_replaced: Whether the file that lay there goes, and with it what does not say which
             embeddings it is of: pictures, exports.
     """
@@ -172,7 +172,9 @@ def remove_derived(folder: Path, file_id: str, *, is_replaced: bool = True) -> N
             if mark in opened.read(4096):
                 remove(path)
     for findings in sorted((folder / "neighbors").glob("*.json")):
-        if findings_parent(findings) == file_id:
+        of = findings_parent(findings)
+        # Its table and picture do not say of which rows they are.
+        if of == file_id or (of is not None and not file_id):
             for suffix in (".csv", ".png", ".json"):
                 if findings.with_suffix(suffix).exists():
                     remove(findings.with_suffix(suffix))

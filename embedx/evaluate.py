@@ -77,6 +77,7 @@ def evaluate(
         StoreError: A file is missing or damaged, or a projection belongs to other embeddings.
     """
     opened = ready_made.opened(embeddings)
+    opened.require_there()
     maps = derived.projections_of(opened, projections)
     others = [(ready_made.opened(where), os.fspath(where)) for where in against or ()]
     shared = [_shared_rows(opened, other, where) for other, where in others]

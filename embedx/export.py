@@ -71,6 +71,7 @@ def export(
         StoreError: A file is missing or damaged, or there is no space.
     """
     opened = ready_made.opened(embeddings)
+    opened.require_there()
     maps = derived.projections_of(opened, projections)
     if isinstance(exporter, str):
         if exporter not in EXPORTERS:

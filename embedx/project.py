@@ -117,6 +117,7 @@ def project(
             embeddings, or there is no space.
     """
     opened = ready_made.opened(embeddings)
+    opened.require_there()
     if not opened.complete:
         raise DataError(f"{opened.path} is not finished; finish the extraction first")
     if transform_from is not None:

@@ -395,6 +395,8 @@ class Recorder:
         _require_free(self.path, overwrite=self._overwrite)
         if self.path.exists():
             self._attrs[_REPLACES] = _file_id(self.path)
+        elif not store.parts_folder(self.path).exists():  # what is there is of a file that was lost
+            derived.remove_derived(self.path.parent, "")
         store.remove_parts(self.path)
         store.discard_partial(self.path)
         self._attrs[_RECORDING] = uuid.uuid4().hex

@@ -137,8 +137,8 @@ def _put_in_place(
     writer.require_own()
     # Before the file takes its name: whatever stops us here, the next run comes by again.
     replace_file(path.with_name("config.yaml"), config.encode())
-    if replaced is not None:
-        derived.remove_derived(path.parent, replaced)
+    if replaced is not None or not is_joined:  # of a file that was lost it lies there too
+        derived.remove_derived(path.parent, replaced or "")
     if not is_joined:  # of its own parts it is not made, and nothing of less than all its rows
         derived.remove_derived(path.parent, file_id, is_replaced=False)
         store.remove_parts(path)
@@ -594,6 +594,7 @@ def run_parts(
             if not path.exists() and (was := store.parts_id(path)) is not None:
                 derived.remove_derived(path.parent, was)  # of the parts: they were read as one
             store.remove_parts(path)
+        _remove_made_of_lost(path)
         store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit, replaces=overwrite)
         stack.callback(store.end_parts, path)
         missing = [number for number in range(cuts.n) if not made.add(number)]
@@ -687,6 +688,12 @@ def _run_elsewhere(
         )
 
 
+def _remove_made_of_lost(path: Path) -> None:
+    """Take away what was made of a file that is there no more, where parts of one are begun."""
+    if not path.exists() and store.parts_id(path) is None:
+        derived.remove_derived(path.parent, "")
+
+
 def _remove_made_of_parts(made: _Made) -> None:
     """Take away what was made of all parts, read as one, before one of them was removed again."""
     if not made.path.exists():
@@ -708,6 +715,7 @@ def run_part(
         DataError: None of them has a good row.
     """
     started = time.monotonic()
+    _remove_made_of_lost(path)
     store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
     made = _Made(cuts, path, attrs)
     last: Path | None = None

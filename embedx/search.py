@@ -142,6 +142,7 @@ def search(
         probabilities.
     """
     opened = ready_made.opened(embeddings)
+    opened.require_there()
     if n_neighbors < 1:
         raise ConfigError(f"n_neighbors must be at least 1, not {n_neighbors}")
     if threshold is not None and not 0 <= threshold < float("inf"):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import embedx
-from embedx import data, fold, layout, models, pooling, sources, store
+from embedx import array_data, data, fold, layout, models, pooling, sources, store
 from embedx.disk import writing_lock
 from embedx.errors import (
     ConfigError,
@@ -2009,3 +2009,78 @@ def test_numbers_and_arrays_in_dicts_that_are_global_count_and_tensors_do_not(
         assert code_sha256(BySettings())
     finally:
         del SETTINGS["self"]
+
+
+# --------------------------------------------------------------------------- a sixth hour
+
+
+def beside(folder: Path) -> set[str]:
+    """What lies in the folder of a run, that of its own making aside."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return found - {"embeddings.h5", "config.yaml", "embeddings.h5.lock"}
+
+
+def made_of(run: store.Embeddings) -> None:
+    embedx.project(run, method="pca")
+    embedx.view(run)
+    embedx.export(run, exporter="table")
+    embedx.export(run, exporter="npz")
+    embedx.search(run, query=0, sheet=0)
+
+
+def test_of_a_run_that_was_replaced_nothing_is_put_beside_the_new_one(tmp_path: Path) -> None:
+    x, model = noise(12, 4), linear(4, 6)
+    run = embedx.extract(model, x, layers="0", out=tmp_path)
+    made_of(run)
+    with torch.no_grad():
+        model[0].weight.mul_(3)  # type: ignore[index,operator,union-attr]
+    embedx.extract(model, x, layers="0", out=tmp_path, overwrite=True)
+    assert not beside(tmp_path)
+    for made in (
+        lambda: embedx.export(run, exporter="table"),
+        lambda: embedx.export(run, exporter="npz"),
+        lambda: embedx.search(run, query=0, sheet=0),
+        lambda: embedx.view(run),
+        lambda: embedx.project(run, method="pca"),
+    ):
+        with pytest.raises(StoreError, match="replaced meanwhile; open it again"):
+            made()
+    assert not beside(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["at once", "by parts", "one part", "recorded", "damaged"])
+def test_what_was_made_of_a_file_that_was_lost_goes_with_the_next_one(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, model = noise(12, 4), linear(4, 6)
+    made_of(embedx.extract(model, x, layers="0", out=tmp_path))
+    (tmp_path / "report.html").write_text("the user's own")
+    named = {name for name in beside(tmp_path) if name.startswith(("projections", "neighbors-"))}
+    assert len(beside(tmp_path)) > len(named) + 3
+    if how == "damaged":
+        (tmp_path / "embeddings.h5").write_bytes(b"gone")
+    else:
+        (tmp_path / "embeddings.h5").unlink()
+    other = linear(4, 6, seed=1)
+    caplog.set_level("INFO")
+    if how == "recorded":
+        with embedx.record(other, "0", tmp_path) as recorder:
+            other(x)
+            recorder.batch()
+    else:
+        settings = {"by parts": {"n_parts": 3}, "one part": {"n_parts": 3, "part": 1}}
+        kinds: dict[str, Any] = settings.get(how, {"overwrite": how == "damaged"})
+        embedx.extract(other, x, layers="0", out=tmp_path, batch_size=4, **kinds)
+    assert "removed what was made of the rows that are replaced: map-pca" in caplog.text
+    # These say of which rows they are, and are not taken for the new ones'.
+    kept = {name for name in beside(tmp_path) if not name.startswith("embeddings.h5.parts")}
+    assert kept == named | {"report.html"}
+
+
+def test_an_array_that_is_written_by_a_memory_map_is_seen_to_change(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    shared = np.lib.format.open_memmap(path, "w+", np.float32, (10, 4))  # type: ignore[no-untyped-call]
+    shared[:] = 1
+    before = array_data.array(str(path), layout="tensor").fingerprint
+    shared[3] = 2  # on a page that was not written to the disk yet
+    assert array_data.array(str(path), layout="tensor").fingerprint != before
