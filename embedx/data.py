@@ -649,9 +649,10 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         good = {row: raw for row, (raw, *_) in sample.items() if not isinstance(raw, BaseException)}
         first = next(iter(good), None)
         if collate is not None and first is not None:
-            if hashed(_input, good[first]) != sample[first][1]:
+            changed = (row for row in good if hashed(_input, good[row]) != sample[row][1])
+            if (row := next(changed, None)) is not None:
                 raise DataError(
-                    f"item {first} of the Dataset changed when others were read, as if it filled "
+                    f"item {row} of the Dataset changed when others were read, as if it filled "
                     "one buffer again and again, and the collate_fn takes several at once; let "
                     "__getitem__ give a copy"
                 )

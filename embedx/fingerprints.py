@@ -444,8 +444,10 @@ class _Reader:
         if outer.findAllNodes("prim::CallFunction"):  # whose code stands elsewhere
             yield _without_numbers(re.sub(r" # .*|0x[0-9a-f]+", "", str(graph)))
         constants = [node.output() for node in graph.findAllNodes("prim::Constant")]
-        held = [one.toIValue() for one in constants if "value" in one.node().attributeNames()]
-        if any(type(value) not in _PLAIN for value in held):  # frozen weights among them
+        constants = [one for one in constants if "value" in one.node().attributeNames()]
+        held = [one.toIValue() for one in constants]
+        are_tensors = (one.type().kind() == "TensorType" for one in constants)  # of one number too
+        if any(are_tensors) or any(type(value) not in _PLAIN for value in held):
             yield self.digest(held)
         for node in graph.findAllNodes("prim::GetAttr"):
             owner, name = _owner(scripted, node), node.s("name")

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -59,7 +59,7 @@ def grid_of(
     *,
     n: int,
     picture: tuple[int, int],
-    patches: tuple[int, int] | None = None,
+    patches: Mapping[int, tuple[int, int]] | None = None,
     is_first: bool = False,
 ) -> Grid | None:
     """The grid of what a layer gives, or None where that is no set of feature maps.
@@ -71,7 +71,8 @@ def grid_of(
         activation: What a layer gives.
         n: How many samples entered.
         picture: Height and width of what entered the network.
-        patches: Height and width of the grid that the network cut the picture into, if known.
+        patches: Height and width of the grids that the network cut the picture into, as far as
+            known, by how many channels these have.
         is_first: Whether channels come first, where the shape does not tell.
     """
     if not isinstance(activation, Tensor) or not activation.is_floating_point():
@@ -79,7 +80,11 @@ def grid_of(
     if activation.ndim not in (3, 4) or len(activation) != n or not activation.numel():
         return None
     if activation.ndim == 3:
-        return _of_tokens(activation.shape[1], picture, patches)
+        t, width = activation.shape[1:]
+        grid, turned = ((patches or {}).get(size) for size in (width, t))
+        if grid is None and turned is not None and turned[0] * turned[1] == width:
+            return None  # maps that were made flat, and not turned into tokens yet
+        return _of_tokens(t, picture, grid)
     axis = channels_axis(activation, picture=picture)
     if axis is None and not is_first:
         return None
@@ -172,7 +177,7 @@ def seen_in(
             output,
             n=n,
             picture=picture,
-            patches=patches.get(_width(output)),
+            patches=patches,
             is_first=gives_channels_first(modules[name], output),
         )
         # What these give is given by another layer too, or is attention from token to token.
@@ -204,10 +209,6 @@ def patches_in(
             if grid is not None and grid.form == "first":
                 found[output.shape[1]] = (grid.h, grid.w)
     return found
-
-
-def _width(output: Any) -> int:
-    return output.shape[2] if isinstance(output, Tensor) and output.ndim == 3 else 0
 
 
 def through_depth(seen: Sequence[Seen]) -> list[str]:

@@ -434,10 +434,12 @@ def choose(
     if len(shape) == 3 and (tokens is not None or is_masked):
         return tokens or "mean_token"
     may_be_last = may_be_channels_last(activation, picture=picture)
-    if len(shape) == 4 and not may_be_last:
+    # What entered as no picture may have four axes of any meaning.
+    is_laid_out = activation.is_contiguous(memory_format=torch.channels_last)
+    if len(shape) == 4 and not may_be_last and (picture is not None or is_laid_out):
         return "gap"
     choices = "pooling=gap_last (of channels last) or pooling=gap (of channels first)"
-    if not may_be_last or may_be_channels_last(activation):
+    if len(shape) != 4 or may_be_channels_last(activation):
         choices = _choices(activation)
     if len(shape) == 3:
         choices += (

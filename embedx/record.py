@@ -303,7 +303,9 @@ class Recorder:
                 "of the gradients is meant is not known; call recorder.batch() between them, or "
                 "backward() once, on the sum"
             )
-        calls = None if self._has_begun else self._require_as_often()
+        # Where batches come of a method, a pass of the model itself is one too many.
+        is_of_method = not self._has_begun or self._calls is not None
+        calls = self._require_as_often() if is_of_method else None
         if epoch is not None:
             arrays[layout.column_name("epoch")] = np.full(n, _whole(epoch), np.int64)
         for name, values in columns.items():

@@ -491,10 +491,9 @@ def as_layer(network: Network, point: Point, activation: Tensor, *, n: int) -> L
     Raises:
         LayerError: What it gives is no set of feature maps.
     """
-    patches = network.patches.get(activation.shape[2]) if activation.ndim == 3 else None
     is_first = point.layer in network.first and point.what == "output"
     grid = grids.grid_of(
-        activation, n=n, picture=network.picture, patches=patches, is_first=is_first
+        activation, n=n, picture=network.picture, patches=network.patches, is_first=is_first
     )
     if grid is None:
         names = [one.name for one in network.seen if not one.is_pooled]

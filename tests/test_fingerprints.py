@@ -166,6 +166,10 @@ def traced(k: float) -> Any:
     return torch.jit.trace(lambda x: x * constant, torch.ones(2), check_trace=False)
 
 
+def traced_number(k: int) -> Any:
+    return torch.jit.trace(lambda x: x * k, torch.ones(2), check_trace=False)
+
+
 def scripted(k: float | Tensor, *, is_frozen: bool = False) -> list[Any]:
     linear = nn.Linear(2, 2).eval()
     nn.init.constant_(linear.weight, k)
@@ -295,6 +299,8 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], ...]] = {
     "of TorchScript": (
         lambda: traced(1.0),
         lambda: traced(2.0),
+        lambda: traced_number(2),
+        lambda: traced_number(5),
         lambda: scripted(1.0),
         lambda: scripted(2.0),
         lambda: scripted(torch.tensor(1.0)),

@@ -61,13 +61,19 @@ def test_the_maps_of_a_layer_are_those_of_a_reshape_by_hand(
         module(x)
         activation = got[layer]
     patches = grids.patches_in(fired, n=2, picture=picture)
-    width = activation.shape[2] if activation.ndim == 3 else 0
-    grid = grid_of(activation, n=2, picture=picture, patches=patches.get(width))
+    grid = grid_of(activation, n=2, picture=picture, patches=patches)
     assert grid is not None
     maps = grid.maps(activation)
     assert torch.equal(maps, by_hand(activation))
     # The grid lies on the picture: what changes in a corner of it changes the same corner of maps.
     assert abs(maps.shape[2] / maps.shape[3] - picture[0] / picture[1]) < 0.2
+
+
+def test_flat_maps_with_channels_first_are_no_tokens() -> None:
+    flat, patches = torch.zeros(2, 256, 196), {256: (14, 14)}  # 16 x 16 by chance
+    assert grid_of(flat, n=2, picture=(224, 224), patches=patches) is None
+    turned = grid_of(flat.transpose(1, 2), n=2, picture=(224, 224), patches=patches)
+    assert turned == Grid("tokens", 14, 14)
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,23 @@ def test_each_pooling_equals_numpy() -> None:
         ((2, 5, 1, 1), None, "gap"),
         ((2, 5, 7, 7), None, "gap"),
         ((2, 5, 7, 9), None, "gap"),
-        ((2, 7, 7, 7), None, "gap"),
         ((2, 197, 768), "cls", "cls"),
     ],
 )
 def test_auto_chooses_by_shape_and_family(
     shape: tuple[int, ...], tokens: str | None, expected: str
 ) -> None:
-    assert pooling.choose(torch.zeros(shape), tokens=tokens) == expected
+    picture = (shape[2] * 4, shape[3] * 4) if len(shape) == 4 else None
+    assert pooling.choose(torch.zeros(shape), tokens=tokens, picture=picture) == expected
+    laid_out = torch.zeros(shape)
+    if len(shape) == 4:  # as convolutions do
+        laid_out = laid_out.contiguous(memory_format=torch.channels_last)
+    assert pooling.choose(laid_out, tokens=tokens) == expected
 
 
-@pytest.mark.parametrize("shape", [(2, 197, 768), (2, 7, 7, 768), (2, 3, 4, 5, 6)])
+@pytest.mark.parametrize(
+    "shape", [(2, 197, 768), (2, 7, 7, 768), (2, 3, 4, 5, 6), (2, 7, 11, 32), (2, 7, 7, 7)]
+)
 def test_auto_refuses_what_could_mean_several_things(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=r"cannot tell what .* means; choose pooling="):
         pooling.choose(torch.zeros(shape))
@@ -60,6 +66,11 @@ def test_auto_refuses_what_could_mean_several_things(shape: tuple[int, ...]) -> 
 def test_a_pooling_refuses_a_shape_it_does_not_mean(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=f"pooling={name} takes .* choose pooling="):
         pooling.POOLINGS[name](torch.zeros(shape))
+
+
+def test_four_axes_that_no_picture_led_to_may_have_channels_first_or_last() -> None:
+    with pytest.raises(ShapeError, match=r"choose pooling=gap_last .* or pooling=gap \("):
+        pooling.choose(torch.zeros(2, 7, 11, 32))
 
 
 def test_what_may_be_channels_last_is_not_told_to_average_width_and_channels() -> None:

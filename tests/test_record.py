@@ -1050,6 +1050,38 @@ def test_what_else_runs_the_layers_of_a_model_that_is_not_called_itself_is_refus
     assert "before the first batch ran 0 2 times: all are taken for calls of one" in caplog.text
 
 
+class Stepping(nn.Module):
+    """Trained by a method of its own, as with Lightning, and validated by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(X.shape[1], X.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x).relu())  # type: ignore[no-any-return]
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x).relu()).sum()  # type: ignore[no-any-return]
+
+
+def test_a_pass_of_the_model_between_steps_of_a_method_is_refused(tmp_path: Path) -> None:
+    model = Stepping().eval()
+    with torch.no_grad(), embedx.record(model, "linear@0", tmp_path) as recorder:
+        model.training_step(X)
+        recorder.batch()
+        model(-X)  # a validation
+        model.training_step(X)
+        with pytest.raises(DataError, match=r"linear ran 4 time\(s\) .* and 2 for the first"):
+            recorder.batch()
+        with recorder.paused():
+            model(-X)
+        model.training_step(X)
+        recorder.batch()
+    rows = embedx.open(tmp_path).embeddings["linear@0"]
+    assert np.array_equal(rows[:N], rows[N:])
+
+
 def remade(out: Path, *, column: str = "loss", **options: Any) -> store.Embeddings:
     """The same loop, recorded under other words."""
     model = network()
