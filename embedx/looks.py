@@ -141,9 +141,7 @@ class Looks:
         if not self._is_mask_looked_at and self._has_masked_padding:
             self._is_mask_looked_at = True
             if not keeps and not draws and isinstance(inputs, dict):
-                of_mask = self._require_mask_of(inputs, seed=seed)
-                if of_mask and self._rows.masked:
-                    self._say_of_padding(inputs, of_mask, labels, n=n, seed=seed)
+                self._look_at_mask(inputs, labels, seed=seed)
         if not self._is_within_looked_at:
             self._is_within_looked_at = True
             if not keeps:
@@ -404,6 +402,22 @@ class Looks:
                 masked[0] or "its entrance",
                 ", ".join(takers),
             )
+
+    def _look_at_mask(self, inputs: dict[str, Tensor], labels: Tensor | None, *, seed: int) -> None:
+        """See by a few samples whose tokens the mask is of, and what padding does to rows."""
+        mask = self._rows.mask
+        assert mask is not None
+        few = mask.sum(1).argsort()[:4]  # the first has padding
+        some = {name: tensor[few] for name, tensor in inputs.items()}
+        self._rows.mask = mask[few]
+        try:
+            of_mask = self._require_mask_of(some, seed=seed)
+            if of_mask and self._rows.masked:
+                self._say_of_padding(
+                    some, of_mask, None if labels is None else labels[few], n=len(few), seed=seed
+                )
+        finally:
+            self._rows.mask = mask
 
     def _say_of_padding(
         self,
