@@ -27,6 +27,7 @@ from embedx.explainer import (
     say_failed,
     shown_samples,
 )
+from embedx.inputs import apart, is_alike, is_by_sample, random_states
 from embedx.layout import Status
 from embedx.matrix import Array
 from embedx.objectives import class_of_label, numbered
@@ -106,8 +107,22 @@ class ClassMaps(Explainer):
         self._make, self._facts = _maker(some, self._run, samples, entered, self._say)
         self._classes = _as_classes(some, self._run, entered, self._say)
         with torch.no_grad():  # whoever makes which batches is to take scores for the same
-            self._run.shares(self._run(entered))
+            states = random_states(some.device)
+            scores = self._run(entered)
+            self._run.shares(scores)
+            if random_states(some.device) == states and not is_by_sample(some.model):
+                self._say_of_others(entered, scores)
         return True
+
+    def _say_of_others(self, inputs: Tensor, scores: Tensor) -> None:
+        """Say where two samples have other scores alone than in their batch."""
+        few = apart(inputs, n=len(inputs)) if len(inputs) > 1 else []
+        if few and not is_alike(self._run(inputs[few]), scores[few], most=1e-3):
+            log.warning(
+                "%s: scores hang on the samples beside them, or on their place in the batch, and "
+                "so do the maps (a normalization over the batch?); batch_size=1 gives each its own",
+                self._run.title,
+            )
 
 
 def _good(samples: Samples) -> tuple[list[int], Tensor | None]:

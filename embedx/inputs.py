@@ -772,6 +772,43 @@ def mapped(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     return {name: function(tensor) for name, tensor in inputs.items()}
 
 
+def apart(inputs: Inputs, *, n: int) -> list[int]:
+    """Two samples, or one of two, in places that they do not have in the batch of n.
+
+    They come one after the other in the other order, for what goes from earlier samples to later
+    ones leaves the first as they are; and they are the least, for the largest number of a batch,
+    by which all may be divided, is not to be theirs.
+    """
+    few = min(2, n - 1)
+    first = tensors_of(inputs)[0]
+    if first.is_floating_point():
+        sizes = first.detach().flatten(1).abs().amax(1)
+        # Zeros stand in place of what could not be read.
+        sizes = torch.where(sizes > 0, sizes, torch.inf)
+        sizes[0] = torch.inf
+        return sorted(sizes.argsort(stable=True)[:few].tolist(), reverse=True)
+    return list(range(n - 1, n - 1 - few, -1))
+
+
+def is_alike(values: Tensor, others: Tensor, *, most: float) -> bool:
+    """Whether they differ by at most a share of the largest, masked ones aside.
+
+    Scores of classes that are masked are often -1e9 or less, and would hide all others: what is
+    10,000 times as large as nearly all is held to its own size alone.
+    """
+    if values.shape != others.shape:
+        return False
+    ours, theirs = values.detach().double().flatten(), others.detach().double().flatten()
+    sizes = theirs.abs()
+    sizes = sizes[sizes.isfinite() & (sizes > 0)]
+    if not torch.equal(ours.isfinite(), theirs.isfinite()) or not len(sizes):
+        return bool(torch.equal(ours.nan_to_num(), theirs.nan_to_num()))
+    small = sizes.kthvalue(1 + len(sizes) // 100).values
+    scale = sizes[sizes <= 1e4 * small].amax()
+    is_near = (ours - theirs).abs() <= most * torch.maximum(scale, theirs.abs())
+    return bool((is_near | ~theirs.isfinite()).all())
+
+
 def placed(inputs: Inputs, device: torch.device) -> Inputs:
     """Inputs on a device."""
     return mapped(inputs, lambda tensor: tensor.to(device, non_blocking=True))

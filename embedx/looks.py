@@ -21,7 +21,9 @@ from embedx.inputs import (
     Batch,
     Inputs,
     Piece,
+    apart,
     autocast,
+    is_alike,
     mapped,
     placed,
     seed_all,
@@ -258,7 +260,7 @@ class Looks:
                 rows.mask = mask
 
         before, mask = kept(output), rows.mask
-        chosen = _apart(inputs, n=n)
+        chosen = apart(inputs, n=n)
         few, mixed = len(chosen), list[str]()
         try:
             found = again(chosen)
@@ -350,7 +352,7 @@ class Looks:
         rows.mask = mask
         most = 1e-4 if plan.precision == "fp32" else 0.1
         for name, row in found[0].items():
-            if found[1][name].shape == row.shape and not _is_alike(found[1][name], row, most=most):
+            if found[1][name].shape == row.shape and not is_alike(found[1][name], row, most=most):
                 raise ModelError(
                     f"{plan.model.name} gives a text another row at {name} when it is padded "
                     "beside longer ones, though it takes an attention_mask; such rows would hang "
@@ -770,25 +772,7 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
 def _gives_alike(plan: Plan, output: Any, other: Any) -> bool:
     tensors = zip(tensors_in(output), tensors_in(other), strict=False)
     most = 1e-3 if plan.precision in ("fp32", "tf32") else 0.05
-    return all(_is_alike(one, another, most=most) for one, another in tensors)
-
-
-def _apart(inputs: Inputs, *, n: int) -> list[int]:
-    """Two samples, or one of two, in places that they do not have in the batch of n.
-
-    They come one after the other in the other order, for what goes from earlier samples to later
-    ones leaves the first as they are; and they are the least, for the largest number of a batch,
-    by which all may be divided, is not to be theirs.
-    """
-    few = min(2, n - 1)
-    first = tensors_of(inputs)[0]
-    if first.is_floating_point():
-        sizes = first.detach().flatten(1).abs().amax(1)
-        # Zeros stand in place of what could not be read.
-        sizes = torch.where(sizes > 0, sizes, torch.inf)
-        sizes[0] = torch.inf
-        return sorted(sizes.argsort(stable=True)[:few].tolist(), reverse=True)
-    return list(range(n - 1, n - 1 - few, -1))
+    return all(is_alike(one, another, most=most) for one, another in tensors)
 
 
 def _not_of_mask(point: str, why: str) -> ShapeError:
@@ -818,22 +802,3 @@ def _is_near(rows: Tensor, others: Tensor) -> bool:
     return rows.shape == others.shape and torch.allclose(
         rows.double(), others.double(), rtol=1e-3, atol=1e-6, equal_nan=True
     )
-
-
-def _is_alike(values: Tensor, others: Tensor, *, most: float) -> bool:
-    """Whether they differ by at most a share of the largest, masked ones aside.
-
-    Scores of classes that are masked are often -1e9 or less, and would hide all others: what is
-    10,000 times as large as nearly all is held to its own size alone.
-    """
-    if values.shape != others.shape:
-        return False
-    ours, theirs = values.detach().double().flatten(), others.detach().double().flatten()
-    sizes = theirs.abs()
-    sizes = sizes[sizes.isfinite() & (sizes > 0)]
-    if not torch.equal(ours.isfinite(), theirs.isfinite()) or not len(sizes):
-        return bool(torch.equal(ours.nan_to_num(), theirs.nan_to_num()))
-    small = sizes.kthvalue(1 + len(sizes) // 100).values
-    scale = sizes[sizes <= 1e4 * small].amax()
-    is_near = (ours - theirs).abs() <= most * torch.maximum(scale, theirs.abs())
-    return bool((is_near | ~theirs.isfinite()).all())

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import dataclasses
 import hashlib
 import inspect
 import json
@@ -763,6 +762,7 @@ def _by_name(
     named: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):  # the model will say what is wrong with them
         named |= inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        named = {name: value for name, value in named.items() if value is not None}
     within: dict[str, Any] = {}
 
     def look_into(value: Any, *, depth: int = 3) -> None:
@@ -772,8 +772,8 @@ def _by_name(
         elif isinstance(value, (tuple, list)) and not all(type(one) is int for one in value):
             names = getattr(value, "_fields", map(str, range(len(value))))
             fields = dict(zip(names, value, strict=True))
-        elif dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
-            fields = dict(vars(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            fields = dict(vars(value))  # a batch of a class of the user's own
         for name, inner in fields.items():
             add(str(name), inner)
             if depth and not isinstance(inner, (Tensor, str)):
@@ -793,7 +793,8 @@ def _by_name(
         add(name, value)
     known = {id(value) for value in named.values()}
     numbered = {str(i): value for i, value in enumerate(args) if id(value) not in known}
-    return numbered | within | named | kwargs
+    by_keyword = {name: value for name, value in kwargs.items() if value is not None}
+    return numbered | within | named | by_keyword
 
 
 def _plain(name: str, values: list[Any]) -> list[Any]:

@@ -386,10 +386,14 @@ def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
     """The name of truth values ``(n, t)`` beside a tensor of as many tokens, or of lengths.
 
     With axes of one entry between, such as ``(n, 1, 1, t)``, or ``(n, t, t)`` that samples do not
-    share, they are taken for them too.
+    share, they are taken for them too, and so are sequences of several lengths packed as one.
     """
     tensors: dict[str, Tensor] = {}
     for name, given in inputs.items():
+        if isinstance(given, nn.utils.rnn.PackedSequence):
+            if bool((given.batch_sizes != given.batch_sizes[0]).any()):
+                return name
+            continue
         is_list = isinstance(given, (list, tuple)) and len(given) > 0
         is_whole = is_list and all(type(one) is int for one in given)
         if isinstance(given, Tensor):

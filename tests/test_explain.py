@@ -740,3 +740,17 @@ def test_a_preprocessing_of_ones_own_has_batch_size_in_the_id_of_its_maps() -> N
     embedx.explain(model, pictures, method="input_gradient", batch_size=4, out="maps")
     with pytest.raises(StoreError, match="another explanation"):
         embedx.explain(model, pictures, method="input_gradient", batch_size=2, out="maps")
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_maps_that_hang_on_the_other_samples_of_a_batch_are_said_to(
+    tracks: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4, track_running_stats=tracks)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    ).eval()
+    x = torch.randn(6, 3, 16, 16) * torch.linspace(0.2, 2, 6)[:, None, None, None]
+    embedx.explain(net, x, method="gradcam", layers="2", limit=6, out=tmp_path)
+    assert ("scores hang on the samples beside them" in caplog.text) != tracks

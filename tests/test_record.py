@@ -906,8 +906,24 @@ class Takes(nn.Module):
         return self.inner(*self.unpack(*args, **kwargs))  # type: ignore[no-any-return]
 
 
-MASKS_BY_NAME = ["dict by keyword", "dataclass", "namespace", "dict in a tuple"]
-MASKS_SAID = ["tuple", "dict", "positions", "with axes", "of two axes", "lengths", "numpy"]
+class Held:
+    """A batch of somebody's own class."""
+
+    def __init__(self, tokens: Tensor, attention_mask: Tensor) -> None:
+        self.tokens, self.attention_mask = tokens, attention_mask
+
+
+MASKS_BY_NAME = ["dict by keyword", "dataclass", "namespace", "object", "dict in a tuple"]
+MASKS_SAID = [
+    "tuple",
+    "dict",
+    "positions",
+    "with axes",
+    "of two axes",
+    "lengths",
+    "numpy",
+    "packed",
+]
 
 
 @pytest.mark.parametrize("how", [*MASKS_BY_NAME, *MASKS_SAID])
@@ -927,6 +943,16 @@ def test_a_mask_is_found_where_it_has_its_name_and_said_where_it_has_none(
             lambda b: (b.tokens, b.attention_mask),
             (types.SimpleNamespace(**given),),
             {},
+        ),
+        "object": (lambda b: (b.tokens, b.attention_mask), (Held(**given),), {}),
+        "packed": (
+            lambda x, packed: (x, mask),
+            (tokens,),
+            {
+                "packed": nn.utils.rnn.pack_padded_sequence(
+                    tokens, mask.sum(1), batch_first=True, enforce_sorted=False
+                )
+            },
         ),
         "dict in a tuple": (lambda batch: tuple(batch[0].values()), ((given, 3),), {}),
         "with axes": (
