@@ -431,6 +431,18 @@ class Lock:
         is_ours = self._fd >= 0 and self._pid == os.getpid()
         return is_ours and is_name_of(self.path, self._about)
 
+    def require_held(self) -> None:
+        """Make sure of that, before what others may have written meanwhile is replaced.
+
+        Raises:
+            InUseError: The lock was removed.
+        """
+        if not self.is_held:
+            raise InUseError(
+                f"{self.path} was removed or replaced while {self._target} was being written, so "
+                "that another may have written it; this one stopped"
+            )
+
     def release(self) -> None:
         """Let go of the lock and remove its file; harmless when repeated."""
         with self._turn:
@@ -478,7 +490,7 @@ _F_OFD_SETLK = 37  # of Linux; Python has the name where it was built with it
 
 
 @contextlib.contextmanager
-def writing_lock(target: Path) -> Iterator[None]:
+def writing_lock(target: Path) -> Iterator[Lock]:
     """Hold the lock of a file that is to be written; its folder is made where it is missing.
 
     Raises:
@@ -492,7 +504,7 @@ def writing_lock(target: Path) -> Iterator[None]:
     except OSError as error:
         raise disk_error(error, lock.path, None) from error
     try:
-        yield
+        yield lock
     finally:
         lock.release()
 

@@ -589,7 +589,7 @@ def run_parts(
     made = _Made(cuts, path, attrs, again=_again(overwrite=overwrite))
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_if_empty, path.parent)
-        stack.enter_context(writing_lock(path))
+        lock = stack.enter_context(writing_lock(path))
         if overwrite:
             if not path.exists() and (was := store.parts_id(path)) is not None:
                 derived.remove_derived(path.parent, was)  # of the parts: they were read as one
@@ -628,6 +628,7 @@ def run_parts(
                 )
             for number in list(made.late):
                 made.make(number, forward=forward, most=made.sizes[number])
+        lock.require_held()
     writer = _join(made, cuts, config=config)
     seconds = time.monotonic() - started
     _report(plan, writer, path, seconds=seconds, rate=(n_rows - n_before) / max(seconds, 1e-9))

@@ -880,3 +880,26 @@ def test_a_folder_of_parts_that_is_a_link_is_emptied_and_the_next_run_joins(tmp_
         assert run.path.read_bytes() == whole.path.read_bytes()
         assert not list(tmp_path.glob(f"{name}/*"))
         assert not os.path.lexists(store.parts_folder(run.path))
+
+
+@pytest.mark.parametrize("what", ["folder", "lock"])
+def test_a_forgotten_job_does_not_replace_the_run_of_another(what: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, out = torch.randn(12, 4), tmp_path / "out"
+    mine, other = nn.Sequential(nn.Linear(4, 3)).eval(), nn.Sequential(nn.Linear(4, 3)).eval()
+
+    def look(module: nn.Module, args: object, output: object) -> None:
+        """In the first pass the folder goes, and another run is made there."""
+        handle.remove()
+        if what == "folder":
+            shutil.rmtree(out)
+        else:
+            shutil.rmtree(out / "embeddings.h5.parts")
+            (out / "embeddings.h5.lock").unlink()
+        embedx.extract(other, x, layers="0", out=out, batch_size=4)
+
+    handle = mine[0].register_forward_hook(look)
+    with pytest.raises((InUseError, StoreError)):
+        embedx.extract(mine, x, layers="0", out=out, batch_size=4, n_parts=3)
+    with torch.no_grad():
+        assert np.allclose(embedx.open(out).embeddings["0"], other(x), atol=1e-6)
