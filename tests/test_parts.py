@@ -882,13 +882,21 @@ def test_a_folder_of_parts_that_is_a_link_is_emptied_and_the_next_run_joins(tmp_
         assert not os.path.lexists(store.parts_folder(run.path))
 
 
+ANOTHER = """
+import sys, torch, embedx
+from torch import nn
+model = nn.Sequential(nn.Linear(4, 3)).eval()
+nn.init.ones_(model[0].weight), nn.init.zeros_(model[0].bias)
+embedx.extract(model, torch.ones(12, 4), layers="0", out=sys.argv[1], batch_size=4)
+"""
+
+
 @pytest.mark.parametrize("what", ["folder", "lock"])
 def test_a_forgotten_job_does_not_replace_the_run_of_another(what: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x, out = torch.randn(12, 4), tmp_path / "out"
-    mine, other = nn.Sequential(nn.Linear(4, 3)).eval(), nn.Sequential(nn.Linear(4, 3)).eval()
+    out = tmp_path / "out"
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
 
-    def look(module: nn.Module, args: object, output: object) -> None:
+    def make_another(module: nn.Module, args: object, output: object) -> None:
         """In the first pass the folder goes, and another run is made there."""
         handle.remove()
         if what == "folder":
@@ -896,10 +904,9 @@ def test_a_forgotten_job_does_not_replace_the_run_of_another(what: str, tmp_path
         else:
             shutil.rmtree(out / "embeddings.h5.parts")
             (out / "embeddings.h5.lock").unlink()
-        embedx.extract(other, x, layers="0", out=out, batch_size=4)
+        subprocess.run([sys.executable, "-c", ANOTHER, str(out)], check=True)
 
-    handle = mine[0].register_forward_hook(look)
+    handle = model[0].register_forward_hook(make_another)
     with pytest.raises((InUseError, StoreError)):
-        embedx.extract(mine, x, layers="0", out=out, batch_size=4, n_parts=3)
-    with torch.no_grad():
-        assert np.allclose(embedx.open(out).embeddings["0"], other(x), atol=1e-6)
+        embedx.extract(model, torch.zeros(12, 4), layers="0", out=out, batch_size=4, n_parts=3)
+    assert (embedx.open(out).embeddings["0"] == 4).all()
