@@ -161,7 +161,7 @@ class _Forward:
             )
         self._memory = Memory(plan, is_known=is_known)
         self._seen = Seen()
-        self._looks = Looks(plan, self._got, self._rows, self._seen, self._run, is_known=is_known)
+        self._looks = Looks(plan, self._got, self._rows, self._seen, self._run, is_known)
         self._stack = contextlib.ExitStack()
         self._is_draw_looked_at = self._draws = False
         self._may_stop_early = is_known and not plan.save_outputs and self._backward is None
