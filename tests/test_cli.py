@@ -17,7 +17,7 @@ import yaml
 
 from embedx import __version__, cli, derived, jobs, store
 from embedx.cli import FLAGS, STAGES
-from embedx.configs import Configs, conf_dir, override
+from embedx.configs import Configs, conf_dir, override, public_config
 from embedx.errors import ConfigError
 from tests.conftest import embeddings_file, projection_file
 
@@ -1248,3 +1248,18 @@ def test_settings_of_another_run_that_lie_beside_a_file_are_not_taken_for_its_ow
     shutil.copy(outputs / "w1" / "config.yaml", outputs / "w2" / "config.yaml")
     assert "data.root=w1/photos" in again(Path("outputs/w1"), embedx_here)
     assert "data.root=photos" in again(Path("outputs/w2"), embedx_here)
+
+
+def test_what_only_begins_like_a_path_stands_whole_in_the_settings_of_a_file(
+    tmp_path: Path,
+) -> None:
+    public = yaml.safe_load(
+        public_config(
+            {
+                "model": {"own": str(tmp_path), "gone": "/no/such/place"},
+                "data": {"root": "/no/such/photos", "labels": "/([a-z]+)_"},
+            }
+        )
+    )
+    assert public["data"] == {"root": "photos", "labels": "/([a-z]+)_"}
+    assert public["model"]["own"] == tmp_path.name
