@@ -298,7 +298,7 @@ class PaddingLook(Look):
             What enters and is of the mask's tokens; nothing where this is not known.
 
         Raises:
-            ShapeError: They are those of another sequence, or as many whatever enters.
+            ShapeError: They are those of another sequence.
         """
         mask = self._rows.mask
         assert mask is not None
@@ -346,7 +346,7 @@ class PaddingLook(Look):
                 others = [other for other in rest if other != name]  # it is none of tokens
                 if tied is None and (of_others := shorter(*others, *masks)) is not None:
                     rest, tied = others, of_others
-            unknown = []
+            unknown, as_many = list[str](), list[str]()
             for key in sorted(point.name for point in points):
                 if tied and key in tied:
                     continue
@@ -355,35 +355,28 @@ class PaddingLook(Look):
                     raise _not_of_mask(
                         key, f"its tokens are those of {listed(others)}, not of {listed(rest)}"
                     )
-                if whole is not None and key not in whole:
-                    raise _not_of_mask(
-                        key, f"it gives {mask.shape[1]} tokens also where a token less enters"
-                    )
-                unknown.append(key)
+                if whole is not None and key not in whole:  # queries, or it pads to some length
+                    as_many.append(key)
+                else:
+                    unknown.append(key)
             sequences = [name for name in beside if name not in _OF_THE_SAME_TOKENS]
-            plain = values(inputs) if unknown and len(sequences) > 1 else None
-            if plain is not None:
-                all_tokens = torch.ones_like if masks == ["attention_mask"] else torch.zeros_like
-                changes = {name: _another(inputs[name]) for name in sequences}
-                found = {name: values({**inputs, name: one}) for name, one in changes.items()}
-                unmasked = values({**inputs, masks[0]: all_tokens(inputs[masks[0]])})
-
-                def is_led_to(key: str, changed: dict[str, Tensor] | None) -> bool:
-                    return changed is None or not is_near(changed[key], plain[key])
-
-                unknown = [
-                    key
-                    for key in unknown
-                    if sum(is_led_to(key, changed) for changed in found.values()) != 1
-                    or not is_led_to(key, unmasked)
-                ]
+            if len(sequences) > 1:
+                unknown = _not_told(unknown, inputs, sequences, masks[0], values)
         self._got.set()
-        if plain is not None and unknown:
+        if unknown and len(sequences) > 1:
             log.warning(
                 "%s: which of %s the mask of padding is of could not be told, and the tokens there "
                 "count by it; choose a pooling that takes no mask if it is not of these",
                 listed(unknown),
                 " and ".join(sequences),
+            )
+        if as_many:
+            log.warning(
+                "%s: %s tokens come also where a token less enters: padding is left out by the "
+                "mask, and whether they are of its tokens could not be told (queries are not); "
+                "choose a pooling that takes no mask if not",
+                listed(as_many),
+                mask.shape[1],
             )
         return rest if tied is not None or len(sequences) < 2 else []
 
@@ -412,6 +405,39 @@ class PaddingLook(Look):
         for name, rows in found[0].items():
             if not is_near(found[1][name], rows):
                 raise tokens_unknown(name, others)
+
+
+def _not_told(
+    points: Sequence[str],
+    inputs: dict[str, Tensor],
+    sequences: Sequence[str],
+    mask: str,
+    values: Callable[[dict[str, Tensor]], dict[str, Tensor] | None],
+) -> list[str]:
+    """The points that several sequences lead to, or one on which the mask does nothing.
+
+    Args:
+        points: Those to tell of.
+        inputs: What enters.
+        sequences: Names of what may be of the mask's tokens.
+        mask: Its name.
+        values: What the points give for other inputs; None where the model does not take them.
+    """
+    plain = values(inputs) if points else None
+    if plain is None:
+        return list(points)
+    all_tokens = torch.ones_like if mask == "attention_mask" else torch.zeros_like
+    changed = [values({**inputs, name: _another(inputs[name])}) for name in sequences]
+    unmasked = values({**inputs, mask: all_tokens(inputs[mask])})
+
+    def is_other(point: str, found: dict[str, Tensor] | None) -> bool:
+        return found is None or not is_near(found[point], plain[point])
+
+    return [
+        point
+        for point in points
+        if sum(is_other(point, found) for found in changed) != 1 or not is_other(point, unmasked)
+    ]
 
 
 def _forward_points(points: Iterable[Point]) -> list[Point]:
