@@ -1092,7 +1092,7 @@ def right_gradients(module: nn.Module) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for child in module.modules():
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            if isinstance(child, nn.modules.batchnorm._NormBase):  # of instances too
                 handle = child.register_forward_hook(_Hook(in_order))
                 stack.callback(_take_off, handle)
         yield

@@ -280,7 +280,8 @@ def _source(items: Any, *, name: str, root: str, split: str | None, limit: int |
     elif is_told and pixels is not None and _are_read(items, PixelReader(pixels)):
         source = Source(name, numbered, PixelReader(pixels[:n]), fingerprint="")
     else:
-        told = {} if is_told else dict(_told_labels(items, n))
+        # Also where a few are taken: of the first ones the labels may be those of one class.
+        told = {} if is_told else dict(_told_labels(items, n_all))
         if classes and (why := relabels(items, told)):
             notes.append(f"{name}: its classes do not tell its labels, for {why}: they are numbers")
             classes = None

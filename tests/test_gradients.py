@@ -991,25 +991,26 @@ def test_a_gradient_within_checkpointing_that_runs_again_is_told_in_words(tmp_pa
 class Tokens(nn.Module):
     """Its gradient comes back from tokens, with its axes turned."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        with torch.no_grad():
-            assert self.norm.running_var is not None
-            self.norm.running_var.uniform_(0.2, 3)
-        self.head = nn.Linear(4, 5)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), norm
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
-        return self.head(tokens).tanh().amax(1)  # type: ignore[no-any-return]
+        weights = torch.linspace(-1, 1, 3 * 49 * 4).reshape(3, 49, 4)
+        return torch.stack([(tokens * one).sum((1, 2)) for one in weights], 1)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_gradient_of_one_sample_alone_is_that_of_it_among_others(
-    batch_size: int, tmp_path: Path
+    batch_size: int, norm: Any, tmp_path: Path
 ) -> None:
-    model, x = Tokens().eval(), torch.randn(3, 3, 9, 9)
+    model, x = Tokens(norm(4)).eval(), torch.randn(3, 3, 9, 9)
+    for buffer in model.norm.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.2, 3)
     leaf = x.clone().requires_grad_()
     (wanted,) = torch.autograd.grad(model(leaf).amax(1).sum(), leaf)  # three at once: right
     run = embedx.extract(

@@ -226,3 +226,27 @@ def test_the_command_takes_it(
     fake = ("data.name=FakeData", "data.limit=4", "+data.options.size=5", "name=fake")
     assert embedx_here(*words, *fake)[0] == 0
     assert embedx.open("outputs/fake").n_rows == 4
+
+
+@pytest.mark.parametrize("limit", [None, 8, 16])
+def test_names_of_other_classes_are_not_given_to_few_rows_either(
+    limit: int | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "oxford-iiit-pet"
+    (folder / "annotations" / "trimaps").mkdir(parents=True)
+    (folder / "images").mkdir()
+    lines = []
+    for kind, (name, species) in enumerate([("Abyssinian", 1), ("beagle", 2), ("Bombay", 1)]):
+        for i in range(8):
+            picture(i).convert("RGB").save(folder / "images" / f"{name}_{i}.jpg")
+            lines.append(f"{name}_{i} {kind + 1} {species} 1")
+    for part in ("trainval", "test"):
+        (folder / "annotations" / f"{part}.txt").write_text("\n".join(lines) + "\n")
+    source = torchvision(
+        "OxfordIIITPet",
+        root=str(tmp_path),
+        options={"target_types": "binary-category"},
+        limit=limit,
+    )
+    assert source.label_names == []  # cat and dog, of which the breeds' names say nothing
+    assert "its classes do not tell its labels" in " ".join(source.notes)
