@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import random
+import re
 import stat
 import sys
 from collections import Counter
@@ -439,8 +440,20 @@ def scan(top: Path, suffixes: Set[str]) -> tuple[list[tuple[str, int, int]], Cou
                         passed_over["pipes and devices"] += 1
                         continue
                     stamp = stamp_of(about)
+                if suffix == ".png" and _DRAWN.match(name) and _is_drawn_by_us(path):
+                    passed_over["pictures that embedx drew"] += 1
+                    continue
                 found.append((os.path.relpath(path, top).replace(os.sep, "/"), *stamp))
     return sorted(found), passed_over
+
+
+_DRAWN = re.compile("(layer|row)-[0-9]|maps?[-.]|variance-|compare")
+
+
+def _is_drawn_by_us(path: str) -> bool:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return b"Software\0embedx" in file.read(4096)
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,12 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image, ImageFile
+from torch import nn
 
+import embedx
 from embedx import data, sources
 from embedx.errors import ConfigError, DataError
+from embedx.models import Preprocess
 from embedx.pictures import SUFFIXES, decode_image, thumbnail, upright_rgb
 
 RGB = np.array([[[10, 20, 30], [40, 50, 60], [70, 80, 90]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]])
@@ -1456,3 +1459,23 @@ def test_two_classes_of_one_name_are_two_in_every_source() -> None:
         assert f"{n} classes are called 'crane': named crane (0), crane (2)" in source.warnings[0]
         again = dataclasses.replace(source, name="x")
         assert (again.label_names, again.warnings) == (source.label_names, source.warnings)
+
+
+def test_pictures_that_embedx_drew_are_no_samples(tmp_path: Path) -> None:
+    for kind in "ab":
+        (tmp_path / kind).mkdir()
+        for i in range(2):
+            pixels = np.random.default_rng(i).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / kind / f"row-{i}.png")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(784, 2)).eval()
+    source = data.folder(str(tmp_path))
+    drawn = tmp_path / "outputs" / "explain"
+    prepared = Preprocess(16, 16)
+    embedx.explain(net, source, preprocess=prepared, method="gradcam", layers="1", out=drawn)
+    embedx.explain(net, source, preprocess=prepared, layers="1", out=tmp_path / "outputs" / "maps")
+    assert len(list(tmp_path.rglob("*.png"))) > 6
+    again = data.folder(str(tmp_path))
+    assert again.ids == source.ids == [f"{kind}/row-{i}.png" for kind in "ab" for i in range(2)]
+    assert again.label_names == ["a", "b"]
+    assert "pictures that embedx drew" in " ".join(again.notes)
