@@ -132,7 +132,7 @@ def test_named_layer_equals_what_enters_the_head(
     head = find_penultimate(model.module).name
     with torch.inference_mode(), embedx.capture(model.module, [layer, head]) as got:
         model.module(x)
-        kind = pooling.choose(got[layer], tokens=model.tokens)
+        kind = pooling.choose(got[layer], tokens=model.tokens, picture=(224, 224))
         named = pooling.POOLINGS[kind](got[layer])
         assert named.shape == (2, n_features)
         assert named.std() > 0
@@ -174,7 +174,7 @@ def test_the_penultimate_layer_of_torchvision_networks_is_what_enters_their_clas
         with torch.no_grad(), embedx.capture(module, point.name) as got:
             module(x)
             assert got[point.name].shape[:2] == (1, width), name
-            assert pooling.choose(got[point.name]) in ("none", "gap"), name
+            assert pooling.choose(got[point.name], picture=(side, side)) in ("none", "gap"), name
 
 
 def test_preprocessing_equals_that_of_torchvision() -> None:
@@ -253,7 +253,7 @@ def test_the_penultimate_layer_of_timm_is_what_enters_its_classifier(
     with torch.inference_mode(), embedx.capture(module, [model.layer, found]) as got:
         module(x)
         features = module.forward_features(x)
-        kind = pooling.choose(got[model.layer], tokens=model.tokens)
+        kind = pooling.choose(got[model.layer], tokens=model.tokens, picture=(size, size))
         assert kind == ("cls" if name == "resnet50_clip" else "none")
         named = pooling.POOLINGS[kind](got[model.layer])
         head = module.get_submodule(layer)
