@@ -122,8 +122,6 @@ def forward_of(plan: Plan) -> Iterator[Callable[[Batch, Piece], Results]]:
                 plan.model.name,
                 listed(names),
             )
-        if plan.objective is not None:
-            stack.enter_context(hooks.right_gradients(module))
         yield stack.enter_context(_Forward(plan, is_known=is_known))
 
 

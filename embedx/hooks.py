@@ -1074,30 +1074,6 @@ def watched(
         yield
 
 
-@contextlib.contextmanager
-def right_gradients(module: nn.Module) -> Iterator[None]:
-    """Within the block the gradient of one sample alone is right also before a normalization.
-
-    On a processor torch (2.14 and before) takes a gradient of a batch of one that comes back with
-    its axes turned, as from tokens, in the order of its memory, so that batch normalizations pass
-    on the numbers of other places. In the usual order they are passed on as they should be.
-
-    Args:
-        module: The model; its hooks are as they were after the block.
-    """
-
-    def in_order(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad and len(output) == 1:
-            output.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
-
-    with contextlib.ExitStack() as stack:
-        for child in module.modules():
-            if isinstance(child, nn.modules.batchnorm._NormBase):  # of instances too
-                handle = child.register_forward_hook(_Hook(in_order))
-                stack.callback(_take_off, handle)
-        yield
-
-
 def find_output(
     module: nn.Module, inputs: Mapping[str, Tensor], part: Callable[[Any], Tensor], *, title: str
 ) -> Point:

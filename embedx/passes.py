@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from embedx.errors import EmbedxError, ModelError, first_line, listed
 
@@ -136,6 +138,25 @@ def _requiring(module: nn.Module, wanted: bool) -> Iterator[None]:
             one.requires_grad_(not wanted)
 
 
+class RightGradients(TorchFunctionMode):
+    """Within the block the gradient of one sample alone is right also before a normalization.
+
+    On a processor torch (2.14 and before) takes a gradient of a batch of one that comes back with
+    its axes turned, as from tokens, in the order of its memory, so that batch and instance
+    normalizations pass on the numbers of other places. In the usual order they are passed on as
+    they should be.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in _NORMALIZATIONS and output.requires_grad and len(output) == 1:
+            output.register_hook(torch.Tensor.contiguous)
+        return output
+
+
+_NORMALIZATIONS = frozenset((torch.batch_norm, torch.instance_norm, F.batch_norm, F.instance_norm))
+
+
 Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
 
@@ -155,7 +176,7 @@ def differentiable(
 
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
     are_floats = all(one.is_floating_point() or one.is_complex() for one in tensors)
-    with _requiring(module, not are_floats), torch.enable_grad():
+    with _requiring(module, not are_floats), torch.enable_grad(), RightGradients():
         if isinstance(inputs, Tensor):
             yield leaf(inputs)
         else:

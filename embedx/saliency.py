@@ -23,7 +23,7 @@ from embedx.errors import (
 )
 from embedx.grids import Grid
 from embedx.objectives import require_class, scores_of
-from embedx.passes import frozen, run_model
+from embedx.passes import RightGradients, frozen, run_model
 from embedx.points import Point, parse_point
 from embedx.pooling import channels_axis
 
@@ -155,7 +155,7 @@ def ready(module: nn.Module) -> Iterator[None]:
         backend.deterministic, backend.benchmark = True, False
         with (
             frozen(module),
-            hooks.right_gradients(module),
+            RightGradients(),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):

@@ -1002,7 +1002,16 @@ class Tokens(nn.Module):
         return torch.stack([(tokens * one).sum((1, 2)) for one in weights], 1)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+class ByHand(nn.BatchNorm2d):
+    """A function of torch in a forward of one's own, as where it is frozen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d, ByHand])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_gradient_of_one_sample_alone_is_that_of_it_among_others(
     batch_size: int, norm: Any, tmp_path: Path
