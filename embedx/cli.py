@@ -648,11 +648,12 @@ def _place(stage: str, config: Any) -> str:
     from omegaconf import OmegaConf
 
     values = {key: OmegaConf.select(config, key) for key in ("overwrite", "out", "name")}
-    replaces = stage == "export" or (stage in _ONE_FOLDER and values["overwrite"])
+    replaces = stage in _REPLACES_FILES or (stage in _ONE_FOLDER and values["overwrite"])
     key = next((key for key in ("out", "name") if values[key] is not None), None)
     return f"{key}={values[key]}" if replaces and key else ""
 
 
+_REPLACES_FILES = ("export", "view", "compare")  # by files of the same names
 _ONE_FOLDER = ("extract", "run", "explain")  # of which a job fills a folder of its own
 
 
@@ -666,7 +667,7 @@ def _require_own_place(sweep: _Sweep, number: int) -> None:
     place = notes[number].get("place", "")
     others = [other for other, note in notes.items() if place and note.get("place") == place]
     if first := [other for other in others if other != number]:
-        how = "" if sweep.stage == "export" else ", or leave overwrite=true out"
+        how = "" if sweep.stage in _REPLACES_FILES else ", or leave overwrite=true out"
         raise ConfigError(
             f"job {first[0]} of this sweep writes to {place} too, and one would replace what the "
             f"other has made; give each its own, such as {place}-${{hydra:job.num}}{how}"

@@ -116,6 +116,13 @@ def test_a_job_that_would_replace_what_another_of_its_sweep_makes_is_refused(
     status, out, err = embedx_here(*export, "out=all.csv")
     assert (status, out[-1]) == (1, "2 jobs: 1 done, 1 failed")
     assert "job 0 of this sweep writes to out=all.csv too" in err[-1]
+    view = ("view", "-m", "embeddings=outputs/run-0,outputs/run-1")
+    for name in ("run-0", "run-1"):
+        assert embedx_here("project", "projection=pca", f"embeddings=outputs/{name}")[0] == 0
+    status, out, err = embedx_here(*view, "out=pictures")
+    assert (status, out[-1]) == (1, "2 jobs: 1 done, 1 failed")
+    assert "job 0 of this sweep writes to out=pictures too" in err[-1]
+    assert embedx_here(*view)[0] == 0
 
 
 def test_a_widened_sweep_does_only_what_is_new(embedx_here: Here, home: Path) -> None:
