@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,11 +42,13 @@ class Looks(Look):
         self._stack = contextlib.ExitStack()
         self._are_changes_looked_at = self._plan.objective is None and not self._plan.ablated
         self._are_samples_looked_at = False
+        self._are_passes_compared = self._plan.objective is not None or bool(self._plan.ablated)
 
     @property
     def are_due(self) -> bool:
         """Whether the next pass may be one to look at."""
-        return not self._are_samples_looked_at or self._padding.are_due
+        are_first = not (self._are_samples_looked_at and self._are_passes_compared)
+        return are_first or self._padding.are_due
 
     def end(self) -> None:
         """Take the ablations away again."""
@@ -89,6 +93,10 @@ class Looks(Look):
             ShapeError: What a layer gives is not one row a sample, or not of the mask's tokens.
         """
         n = piece.size
+        if not self._are_passes_compared:
+            self._are_passes_compared = True
+            if n == 1 and not (self._is_known or draws or keeps):  # of more another look shows it
+                self._say_of_draws(inputs, labels, seed=seed)
         if not self._are_samples_looked_at and n > 1:
             self._are_samples_looked_at = True
             by_chance = {size for one in tensors_of(inputs) for size in one.shape[1:]}
@@ -97,8 +105,28 @@ class Looks(Look):
             # A layer of the user's own may have one axis more, of codes or queries.
             may_mix = not (self._is_known and self._plan.is_by_sample)
             if (may_mix and not keeps) or n in by_chance:
-                self._require_samples_first(inputs, labels, output, n=n, draws=draws)
+                self._require_samples_first(
+                    inputs, labels, output, n=n, draws=draws, may_mix=may_mix
+                )
         self._padding.after_pass(batch, inputs, labels, output, seed=seed, draws=draws, keeps=keeps)
+
+    def _say_of_draws(self, inputs: Inputs, labels: Tensor | None, *, seed: int) -> None:
+        """Say where the same sample has another row in another pass: by a generator of its own."""
+        before = {point.name: self._got[point.name].clone() for point in self._plan.points}
+        seed_all(seed, self._plan.device)
+        self._run(copied(inputs), labels, 1)
+        others = [
+            name
+            for name, row in before.items()
+            if not gives_alike(self._plan, self._got[name], row)
+        ]
+        if others:
+            log.warning(
+                "%s: a sample has another row in each pass: %s draws from a generator that no seed "
+                "is known of",
+                listed(others),
+                self._plan.model.name,
+            )
 
     def _look_at_changes(self, inputs: Inputs, labels: Tensor | None, *, n: int, seed: int) -> None:
         plan, got = self._plan, self._got
@@ -150,6 +178,28 @@ class Looks(Look):
             _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
         seed_all(seed, plan.device)
 
+    def _others_alone(
+        self,
+        alone: Callable[[int], dict[str, Tensor]],
+        before: dict[str, Tensor],
+        *,
+        n: int,
+    ) -> list[str]:
+        """What gives some of n samples another row by themselves than in their batch.
+
+        Such as where all are cut to the longest of them, which two samples show by chance alone.
+        """
+        mixed: set[str] = set()
+        for i in {round(j * (n - 1) / (_ALONE - 1)) for j in range(_ALONE)}:
+            with contextlib.suppress(ModelError, LayerError, ShapeError):  # it takes no single one
+                found = alone(i)
+                is_other = (
+                    len(now) == 1 and not gives_alike(self._plan, now, before[title][[i]])
+                    for title, now in found.items()
+                )
+                mixed |= set(itertools.compress(found, is_other))
+        return sorted(mixed)
+
     def _require_samples_first(
         self,
         inputs: Inputs,
@@ -158,6 +208,7 @@ class Looks(Look):
         *,
         n: int,
         draws: bool,
+        may_mix: bool,
     ) -> None:
         """See by two samples alone that a row is one a sample, and has no axis of the batch.
 
@@ -167,6 +218,7 @@ class Looks(Look):
             output: What the model gave for them.
             n: How many, at least 2.
             draws: Whether a pass draws random numbers, so that rows cannot be compared.
+            may_mix: Whether the network may see the samples of a batch together.
 
         Raises:
             ShapeError: The first axis of what a layer gives is not that of the samples, or another
@@ -216,11 +268,13 @@ class Looks(Look):
                     "batch, of which it says something; choose another layer"
                 )
             mixed += [] if gives_alike(plan, now, before[title][chosen]) else [title]
+        if found and may_mix and not (mixed or draws):
+            mixed = self._others_alone(lambda i: again([i]), before, n=n)
         if mixed and not draws:
             log.warning(
-                "%s: rows hang on the samples beside them, or on their place in the batch, for two "
-                "alone give others (a normalization over the batch, or tokens before samples: is "
-                "batch_first=True missing?); batch_size=1 gives each its own",
+                "%s: rows hang on the samples beside them, or on their place in the batch, for "
+                "some alone give others (a normalization over the batch, or tokens before samples: "
+                "is batch_first=True missing?); batch_size=1 gives each its own",
                 listed(mixed),
             )
         if found:
@@ -371,6 +425,7 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
         )
 
 
+_ALONE = 8  # samples that go through by themselves, of the first batch
 _SAMPLES_FIRST = (
     "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"
 )

@@ -486,3 +486,42 @@ def test_what_enters_beside_the_tokens_is_no_padding(
             )[0].mean(0)
         assert np.allclose(row, alone, atol=1e-5)
     assert caplog.text == ""
+
+
+class CutToLongest(ByLargest):
+    """Cuts all to the longest of the batch, and averages over the rest of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = int((x[:, :, 0] != 0).sum(1).max())
+        return self.out(self.linear(x[:, :longest]).mean(1))  # type: ignore[no-any-return]
+
+
+def test_what_shows_by_few_samples_alone_is_looked_for_in_several(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.rand(32, 4, 6) + 1
+    x[::2, 3:] = 0  # half of them are shorter
+    x[torch.tensor([0, 30])] = torch.rand(2, 4, 6) / 100 + 0.01  # of which two are the least
+    embedx.extract(CutToLongest().eval(), x, layers="out", pooling="none", out=tmp_path)
+    assert "rows hang on the samples beside them" in caplog.text
+
+
+class OwnGenerator(ByLargest):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.default_rng().random(x.shape)).float()
+        return self.linear(x + noise)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, Plain])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_draws_from_a_generator_that_is_made_in_a_pass_are_said(
+    kind: Any, batch_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.rand(5, 6)
+    embedx.extract(kind().eval(), x, layers="linear", batch_size=batch_size, out=tmp_path)
+    said = "a sample has another row in each pass|rows hang on the samples beside them"
+    assert (re.search(said, caplog.text) is not None) == (kind is OwnGenerator)
