@@ -167,7 +167,7 @@ def seen_in(
     pooled: dict[int, bool] = {}  # by the tensor: whether the layer that made it is a pooling
     for name, output in fired:
         pooled.setdefault(id(output), "Pool" in type(modules[name]).__name__)
-    patches = patches_in(fired, n=n, picture=picture)
+    patches = patches_in(module, fired, n=n, picture=picture)
     seen = []
     n_before: Counter[str] = Counter()
     for name, output in fired:
@@ -199,15 +199,19 @@ def gives_channels_first(module: nn.Module, output: Any) -> bool:
 
 
 def patches_in(
-    fired: Sequence[tuple[str, Any]], *, n: int, picture: tuple[int, int]
+    module: nn.Module, fired: Sequence[tuple[str, Any]], *, n: int, picture: tuple[int, int]
 ) -> dict[int, tuple[int, int]]:
     """Into which grids a network cut the picture, by the number of channels."""
+    modules = dict(module.named_modules())
     found: dict[int, tuple[int, int]] = {}
-    for _, output in fired:
+    for name, output in fired:
         if isinstance(output, Tensor) and output.ndim == 4:
+            layer = modules[name]
+            # What is cut into patches that are not square has another proportion than the picture.
+            cuts = isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride != (1, 1)
             grid = grid_of(output, n=n, picture=picture)
-            if grid is not None and grid.form == "first":
-                found[output.shape[1]] = (grid.h, grid.w)
+            if cuts or (grid is not None and grid.form == "first"):
+                found[output.shape[1]] = (output.shape[2], output.shape[3])
     return found
 
 

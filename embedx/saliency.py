@@ -478,7 +478,7 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
     modules = dict(module.named_modules())
     return Network(
         grids.seen_in(module, fired, n=1, picture=picture),
-        grids.patches_in(fired, n=1, picture=picture),
+        grids.patches_in(module, fired, n=1, picture=picture),
         picture,
         Counter(name for name, _ in fired),
         {name for name, out in fired if grids.gives_channels_first(modules[name], out)},

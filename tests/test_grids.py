@@ -1,6 +1,7 @@
 """Feature maps of any network, against reshapes written by hand."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,13 +61,25 @@ def test_the_maps_of_a_layer_are_those_of_a_reshape_by_hand(
     with hooks.capture(module, layer) as got, torch.no_grad():
         module(x)
         activation = got[layer]
-    patches = grids.patches_in(fired, n=2, picture=picture)
+    patches = grids.patches_in(module, fired, n=2, picture=picture)
     grid = grid_of(activation, n=2, picture=picture, patches=patches)
     assert grid is not None
     maps = grid.maps(activation)
     assert torch.equal(maps, by_hand(activation))
     # The grid lies on the picture: what changes in a corner of it changes the same corner of maps.
     assert abs(maps.shape[2] / maps.shape[3] - picture[0] / picture[1]) < 0.2
+
+
+def test_patches_that_are_not_square_are_those_of_the_convolution_that_cuts_them() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, (16, 4), (16, 4)), nn.Flatten(2))
+    x = torch.randn(1, 3, 64, 64)
+    fired: list[tuple[str, Any]] = []
+    with hooks.watched(net, left=lambda name, output: fired.append((name, output))):
+        net(x)
+    patches = grids.patches_in(net, fired, n=1, picture=(64, 64))
+    assert patches == {8: (4, 16)}
+    tokens = net(x).transpose(1, 2)
+    assert grid_of(tokens, n=1, picture=(64, 64), patches=patches) == Grid("tokens", 4, 16)
 
 
 def test_flat_maps_with_channels_first_are_no_tokens() -> None:
