@@ -425,7 +425,7 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
         )
 
 
-_ALONE = 8  # samples that go through by themselves, of the first batch
+_ALONE = 16  # samples that go through by themselves, of the first batch
 _SAMPLES_FIRST = (
     "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"
 )
