@@ -71,7 +71,6 @@ def export(
         StoreError: A file is missing or damaged, or there is no space.
     """
     opened = ready_made.opened(embeddings)
-    opened.require_there()
     maps = derived.projections_of(opened, projections)
     if isinstance(exporter, str):
         if exporter not in EXPORTERS:
@@ -81,7 +80,8 @@ def export(
         exporter = EXPORTERS[exporter]
     refuse_taken(export, plugin=exporter, given=options, positional=3, where="exporter.")
     check_arguments(exporter, options, positional=3, where="exporter.")
-    return exporter(opened, maps, Path(out) if out else None, **options)
+    with opened.staying():
+        return exporter(opened, maps, Path(out) if out else None, **options)
 
 
 def tensorboard(

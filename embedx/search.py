@@ -142,7 +142,6 @@ def search(
         probabilities.
     """
     opened = ready_made.opened(embeddings)
-    opened.require_there()
     if n_neighbors < 1:
         raise ConfigError(f"n_neighbors must be at least 1, not {n_neighbors}")
     if threshold is not None and not 0 <= threshold < float("inf"):
@@ -174,20 +173,23 @@ def search(
         title=f"{opened.attrs.get('model', '')} on {opened.attrs.get('data', '')}, layer "
         f"{rows.point}, {metric} distance",
     )
-    if query is not None:
-        return _answer(rows, _Query.of(rows, query), writer, n_neighbors=n_neighbors, metric=metric)
-    usual = next(iter(opened.embeddings)), "cosine", 10, None
-    settings = rows.point, metric, n_neighbors, threshold
-    suffix = "" if settings == usual else f"-{settings_sha256({'of': settings})[:6]}"
-    return _examine(
-        rows,
-        writer,
-        find=find,
-        n_neighbors=n_neighbors,
-        metric=metric,
-        threshold=threshold,
-        suffix=suffix,
-    )
+    with opened.staying():
+        if query is not None:
+            return _answer(
+                rows, _Query.of(rows, query), writer, n_neighbors=n_neighbors, metric=metric
+            )
+        usual = next(iter(opened.embeddings)), "cosine", 10, None
+        settings = rows.point, metric, n_neighbors, threshold
+        suffix = "" if settings == usual else f"-{settings_sha256({'of': settings})[:6]}"
+        return _examine(
+            rows,
+            writer,
+            find=find,
+            n_neighbors=n_neighbors,
+            metric=metric,
+            threshold=threshold,
+            suffix=suffix,
+        )
 
 
 def _searchable(opened: Embeddings, layer: str | None) -> _Rows:

@@ -1076,6 +1076,22 @@ class Embeddings:
         """Whether what says this of itself was made of these rows; others need not say of which."""
         return {**self.parentage, **about}.items() >= self.parentage.items()
 
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """See that the file is still the one that was opened while something is put beside it.
+
+        Raises:
+            StoreError: It was moved, removed, or replaced by other rows, before or meanwhile.
+        """
+        self.require_there()
+        yield
+        try:
+            self.require_there()
+        except StoreError as error:
+            raise StoreError(
+                f"{error}, and make again what was just written: it is of the rows that were there"
+            ) from None
+
     def require_there(self) -> None:
         """See that the file is still the one that was opened, before anything is put beside it.
 

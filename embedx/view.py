@@ -128,7 +128,6 @@ def view(
         _follow(embeddings)
         return None
     opened = ready_made.opened(embeddings)
-    opened.require_there()
     if out is not None and Path(out).suffix in (".html", ".png", ".svg", ".pdf"):
         raise ConfigError(f"out={out} is the name of a file; give a folder, out=FOLDER")
     if viewer != "map":
@@ -151,9 +150,10 @@ def view(
     if is_of_maps:
         _require_neighborhoods(maps)
     if viewer == "report":
-        path = write_report(
-            opened, maps, color=None if is_of_maps else color, path=folder / "report.html"
-        )
+        with opened.staying():
+            path = write_report(
+                opened, maps, color=None if is_of_maps else color, path=folder / "report.html"
+            )
         log.info("wrote %s: %.1f MB", path, path.stat().st_size / 1e6)
         if open:
             _show(path.resolve().as_uri())
@@ -175,22 +175,23 @@ def view(
     drawing = _Drawing(opened, maps, color, colors, facets, facet, points, theme, missing)
     written = []
     figures = []
-    for number, projection in enumerate(maps):
-        if is_shaded(points, projection.coords) and points == "auto":
-            log.info(
-                "%s: more than 50,000 points, drawn as shading; points=dots draws each",
-                projection.name,
-            )
-        figures.append(drawing.figure([number], told=projection.name))
-        path = folder / f"map-{projection.name}{drawing.suffix}.{format}"
-        written.append(save(figures[-1], path, dpi=PRINT_DPI))
-        if (ratios := _ratios(projection)) is not None:
-            path = folder / f"variance-{projection.name}{drawing.paper}.{format}"
-            written.append(save(_draw_variance(projection, ratios, theme), path, dpi=PRINT_DPI))
-    together = figures[0] if len(maps) == 1 else drawing.figure(range(len(maps)))
-    if len(maps) > 1:
-        path = folder / f"maps{drawing.suffix}.{format}"
-        written.append(save(together, path, dpi=PRINT_DPI))
+    with opened.staying():
+        for number, projection in enumerate(maps):
+            if is_shaded(points, projection.coords) and points == "auto":
+                log.info(
+                    "%s: more than 50,000 points, drawn as shading; points=dots draws each",
+                    projection.name,
+                )
+            figures.append(drawing.figure([number], told=projection.name))
+            path = folder / f"map-{projection.name}{drawing.suffix}.{format}"
+            written.append(save(figures[-1], path, dpi=PRINT_DPI))
+            if (ratios := _ratios(projection)) is not None:
+                path = folder / f"variance-{projection.name}{drawing.paper}.{format}"
+                written.append(save(_draw_variance(projection, ratios, theme), path, dpi=PRINT_DPI))
+        together = figures[0] if len(maps) == 1 else drawing.figure(range(len(maps)))
+        if len(maps) > 1:
+            path = folder / f"maps{drawing.suffix}.{format}"
+            written.append(save(together, path, dpi=PRINT_DPI))
     for path in written:
         log.info("wrote %s", path)
     if open:
