@@ -48,6 +48,7 @@ class ClassMaps(Explainer):
         self._make: Callable[..., saliency.Maps] | None = None
         self._facts: dict[str, Any] = {}
         self._classes: Array | None = None
+        self._size = torch.Size()
 
     def part(self, number: int, folder: Path) -> Part:
         some, samples = self._samples(number)
@@ -64,6 +65,12 @@ class ClassMaps(Explainer):
         if targets is not None and self._classes is not None:
             targets = self._classes[targets]
         entered = self._enter(samples.normalize(inputs), int(some.rows[places[0]]))
+        if entered.shape[2:] != self._size:
+            raise ShapeError(
+                f"{some.model.name} gets pictures of {tuple(entered.shape[2:])} px here and of "
+                f"{tuple(self._size)} before, for which its maps were laid out; let all be of one "
+                "size, as preprocess= makes them"
+            )
         wanted = None if targets is None else torch.from_numpy(targets[places])
         got = self._make(self._run, entered, wanted)
         m, values = len(some.rows), got.maps.numpy()
@@ -104,6 +111,7 @@ class ClassMaps(Explainer):
         if inputs is None:
             return False
         entered = self._enter(samples.normalize(inputs), int(some.rows[places[0]]))
+        self._size = entered.shape[2:]
         self._make, self._facts = _maker(some, self._run, samples, entered, self._say)
         self._classes = _as_classes(some, self._run, entered, self._say)
         with torch.no_grad():  # whoever makes which batches is to take scores for the same

@@ -223,6 +223,7 @@ class _Forward:
                 seed=first,
                 draws=self._draws,
                 keeps=self._memory.first_pass != "",
+                enter=lambda batch, piece, seed: self._entering(batch, piece, seed=seed),
             )
         self._memory.say_of_zeros(batch)
         odd = not_finite(arrays)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.data
 from torch import Tensor, nn
 
 from embedx import hooks
@@ -18,16 +19,21 @@ from embedx.errors import LayerError, ModelError, ShapeError, listed
 from embedx.fingerprints import code_sha256, state_marks, value_sha256
 from embedx.inputs import (
     Batch,
+    Batches,
     Inputs,
     Piece,
     apart,
     mapped,
     seed_all,
+    start_worker,
+    started,
     tensors_of,
+    workers_said,
 )
 from embedx.padding import Look, PaddingLook, copied, gives_alike, is_near
 from embedx.passes import FAST_PATHS_OFF, class_scores, tensors_in
 from embedx.plans import Plan
+from embedx.sources import random_put_back
 
 log = logging.getLogger("embedx")
 
@@ -42,6 +48,7 @@ class Looks(Look):
         self._stack = contextlib.ExitStack()
         self._are_changes_looked_at = self._plan.objective is None and not self._plan.ablated
         self._are_samples_looked_at = False
+        self._are_collated_looked_at = self._plan.source.collate is None
         self._are_passes_compared = self._plan.objective is not None or bool(self._plan.ablated)
 
     @property
@@ -75,6 +82,7 @@ class Looks(Look):
         seed: int,
         draws: bool,
         keeps: bool,
+        enter: Callable[[Batch, Piece, int], Inputs],
     ) -> None:
         """See what a pass and some more like it show; what was captured is another afterwards.
 
@@ -87,12 +95,19 @@ class Looks(Look):
             seed: Of the pass.
             draws: Whether a pass draws random numbers, so that rows cannot be compared.
             keeps: Whether the first pass made something that stays.
+            enter: What of a batch enters the network, with the seed of the pass; what it is besides
+                goes to the rows.
 
         Raises:
             ModelError: A text has another row when padded.
             ShapeError: What a layer gives is not one row a sample, or not of the mask's tokens.
         """
         n = piece.size
+        captured: dict[str, Tensor] = {}
+        if n > 1 and not self._are_collated_looked_at:
+            self._are_collated_looked_at = True
+            if not (draws or keeps or self._plan.source.draws):
+                captured = {one.name: self._got[one.name].clone() for one in self._plan.points}
         if not self._are_passes_compared:
             self._are_passes_compared = True
             if n == 1 and not (self._is_known or draws or keeps):  # of more another look shows it
@@ -109,6 +124,63 @@ class Looks(Look):
                     inputs, labels, output, n=n, draws=draws, may_mix=may_mix
                 )
         self._padding.after_pass(batch, inputs, labels, output, seed=seed, draws=draws, keeps=keeps)
+        if captured:
+            self._say_of_collating(batch, captured, labels, enter)
+
+    def _say_of_collating(
+        self,
+        batch: Batch,
+        before: dict[str, Tensor],
+        labels: Tensor | None,
+        enter: Callable[[Batch, Piece, int], Inputs],
+    ) -> None:
+        """Say which rows are others where their items are collated alone, as without padding.
+
+        Where processes read the data one of them reads the items again: what a Dataset opens on
+        first use must not be open here when others are forked.
+        """
+        plan, rows, seen = self._plan, self._rows, self._seen
+        every = Batches(
+            plan.source,
+            plan.model,
+            batch_size=1,
+            only_pictures=plan.only_pictures,
+            first_row=batch.start,
+            end_row=batch.start + batch.size,
+        )
+        spread = {round(j * (batch.size - 1) / (_COLLATED - 1)) for j in range(_COLLATED)}
+        chosen = sorted(spread - batch.reasons.keys())
+        n_workers = min(1, plan.num_workers)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.Subset(every, chosen),
+            batch_size=None,
+            num_workers=n_workers,
+            worker_init_fn=start_worker,
+        )
+        with workers_said(n_workers), random_put_back():
+            alone = list(started(loader))
+        held = rows.mask, seen.strangers, rows.picture
+        others: set[str] = set()
+        for i, one in zip(chosen, alone, strict=True):
+            if one.fatal is not None or one.reasons or not one.pieces:
+                continue
+            label = None if labels is None else labels[[i]]
+            with contextlib.suppress(ModelError, LayerError, ShapeError):  # it takes no single one
+                self._run(enter(one, one.pieces[0], one.start), label, 1)
+                others |= {
+                    name
+                    for name, row in before.items()
+                    if not gives_alike(plan, self._got[name], row[[i]])
+                }
+        rows.mask, seen.strangers, rows.picture = held
+        if others:
+            log.warning(
+                "%s: rows hang on the other items of their batch by the collate_fn, as on the "
+                "longest of them where it pads: an item that is collated alone has another one; "
+                "let %s leave padding out, or take batch_size=1",
+                listed(sorted(others)),
+                plan.model.name,
+            )
 
     def _say_of_draws(self, inputs: Inputs, labels: Tensor | None, *, seed: int) -> None:
         """Say where the same sample has another row in another pass: by a generator of its own."""
@@ -425,6 +497,7 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
         )
 
 
+_COLLATED = 8  # items that are collated alone, of the first batch
 _ALONE = 16  # samples that go through by themselves, of the first batch
 _SAMPLES_FIRST = (
     "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"

@@ -128,6 +128,7 @@ def view(
         _follow(embeddings)
         return None
     opened = ready_made.opened(embeddings)
+    opened.require_there()
     if out is not None and Path(out).suffix in (".html", ".png", ".svg", ".pdf"):
         raise ConfigError(f"out={out} is the name of a file; give a folder, out=FOLDER")
     if viewer != "map":

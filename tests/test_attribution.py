@@ -2048,6 +2048,23 @@ def test_of_a_run_that_was_replaced_nothing_is_put_beside_the_new_one(tmp_path: 
     assert not beside(tmp_path)
 
 
+def test_what_is_written_while_a_run_is_replaced_is_said_to_be_of_the_former_rows(
+    tmp_path: Path,
+) -> None:
+    x, model = noise(12, 4), linear(4, 6)
+    run = embedx.extract(model, x, layers="0", out=tmp_path)
+
+    def slow(embeddings: Any, projections: Any, out: Path | None) -> Path:
+        embedx.extract(linear(4, 6, seed=1), x, layers="0", out=tmp_path, overwrite=True)
+        path = tmp_path / "mine.txt"
+        path.write_text("rows")
+        return path
+
+    with pytest.raises(StoreError, match="make again what was just written: it is of the rows"):
+        embedx.export(run, exporter=slow)
+    assert embedx.export(embedx.open(tmp_path), exporter="table").is_file()
+
+
 @pytest.mark.parametrize("how", ["at once", "by parts", "one part", "recorded", "damaged"])
 def test_what_was_made_of_a_file_that_was_lost_goes_with_the_next_one(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -754,3 +754,13 @@ def test_maps_that_hang_on_the_other_samples_of_a_batch_are_said_to(
     x = torch.randn(6, 3, 16, 16) * torch.linspace(0.2, 2, 6)[:, None, None, None]
     embedx.explain(net, x, method="gradcam", layers="2", limit=6, out=tmp_path)
     assert ("scores hang on the samples beside them" in caplog.text) != tracks
+
+
+def test_pictures_of_another_size_are_not_laid_out_by_the_first_ones_grid(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    ).eval()
+    x = [torch.randn(3, 64, 96), torch.randn(3, 96, 64)]
+    with pytest.raises(ShapeError, match=r"of \(96, 64\) px here and of \(64, 96\) before"):
+        embedx.explain(net, x, method="gradcam", layers="1", batch_size=1, out=tmp_path)

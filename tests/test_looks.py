@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import embedx
 from embedx.errors import ShapeError
@@ -525,3 +526,45 @@ def test_draws_from_a_generator_that_is_made_in_a_pass_are_said(
     embedx.extract(kind().eval(), x, layers="linear", batch_size=batch_size, out=tmp_path)
     said = "a sample has another row in each pass|rows hang on the samples beside them"
     assert (re.search(said, caplog.text) is not None) == (kind is OwnGenerator)
+
+
+class LastStep(nn.Module):
+    """Takes the last step of an LSTM, which for shorter texts has run over padding."""
+
+    def __init__(self, *, masks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masks = masks
+        self.tokens, self.lstm = nn.Embedding(20, 8), nn.LSTM(8, 6, batch_first=True)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, text: Tensor, attention_mask: Tensor) -> Tensor:
+        steps, _ = self.lstm(self.tokens(text))
+        last = attention_mask.sum(1) - 1 if self.masks else torch.full((len(text),), -1)
+        return self.out(steps[torch.arange(len(text)), last])  # type: ignore[no-any-return]
+
+
+def padded(items: list[Tensor]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(one) for one in items])
+    text = nn.utils.rnn.pad_sequence(items, batch_first=True)
+    return {"text": text, "attention_mask": (torch.arange(text.shape[1]) < lengths[:, None]).long()}
+
+
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize(("batch_size", "num_workers"), [(5, 0), (5, 2), (1, 0)])
+def test_rows_that_hang_on_the_longest_of_their_batch_are_said_to(
+    masks: bool,
+    batch_size: int,
+    num_workers: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    items = [torch.arange(3 + i * 5 % 7) + 1 for i in range(12)]
+    loader = DataLoader(items, batch_size=batch_size, collate_fn=padded)  # type: ignore[arg-type]
+    model = LastStep(masks=masks).eval()
+    run = embedx.extract(model, loader, layers="out", num_workers=num_workers, out=tmp_path)
+    with torch.no_grad():
+        alone = torch.cat([model(**padded([one])) for one in items])
+    hangs = not masks and batch_size > 1
+    assert np.allclose(run.embeddings["out"], alone, atol=1e-5) != hangs
+    assert ("rows hang on the other items of their batch by the collate_fn" in caplog.text) == hangs

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from embedx import derived, report, store
-from embedx.errors import ConfigError, DataError
+from embedx.errors import ConfigError, DataError, StoreError
 from embedx.export import export
 from embedx.figures import PALETTE
 from embedx.panels import flat
@@ -367,7 +367,10 @@ def test_a_file_that_is_replaced_meanwhile_is_reported_as_it_was_opened(
 
     monkeypatch.setattr(report, "rows_to_show", replaced)
     before = old.stat().st_size
-    settings = {key: value for of, key, value in held(written(old))["settings"] if of[0] == "e"}
+    with pytest.raises(StoreError, match="make again what was just written"):
+        view(old, viewer="report")
+    page = old.with_name("report.html").read_text("utf-8")
+    settings = {key: value for of, key, value in held(page)["settings"] if of[0] == "e"}
     assert settings["model"] == "before"
     assert settings["rows"] == "60"
     assert settings["size_mb"] == str(round(before / 1e6, 1))
