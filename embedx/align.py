@@ -141,14 +141,26 @@ def doubt_of_pairs(ours: Samples, theirs: Samples) -> str:
 
 
 def _are_numbers(ids: Sequence[str]) -> bool:
-    """Whether ids are numbers of rows, all with the same text before them or none."""
-    if not len(ids) or not (match := re.fullmatch(r"(.*?)(\d+)", ids[0], re.ASCII | re.DOTALL)):
+    """Whether ids are numbers that rise, all with the same text before them or none.
+
+    Such as of rows, of lines that are not blank and of samples in shards: ``7``, ``line-000007``,
+    ``00001/0007``. Those of files, such as ``0007.png``, are names.
+    """
+    if not len(ids) or not (match := re.match(r"\D*", ids[0])):
         return False
-    start, first = len(match[1]), int(match[2])
-    return all(
-        one[:start] == match[1] and one[start:].isdecimal() and int(one[start:]) == first + row
-        for row, one in enumerate(ids)
-    )
+    start = match[0]
+    before: tuple[int, ...] = ()
+    for one in ids:
+        if not one.startswith(start) or not _NUMBERS.fullmatch(one, len(start)):
+            return False
+        numbers = tuple(map(int, re.findall(r"\d+", one[len(start) :])))
+        if numbers <= before:
+            return False
+        before = numbers
+    return True
+
+
+_NUMBERS = re.compile(r"\d+([/_-]\d+)*", re.ASCII)
 
 
 def places_in(ids: Sequence[str], coords: Array, theirs: Sequence[str]) -> Array:

@@ -653,7 +653,7 @@ def _place(stage: str, config: Any) -> str:
     return f"{key}={values[key]}" if replaces and key else ""
 
 
-_REPLACES_FILES = ("export", "view", "compare")  # by files of the same names
+_REPLACES_FILES = ("export", "view", "compare", "layers")  # by files of the same names
 _ONE_FOLDER = ("extract", "run", "explain")  # of which a job fills a folder of its own
 
 

@@ -15,6 +15,7 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.neighbors import KNeighborsClassifier
 
 import embedx
+from embedx.align import doubt_of_pairs
 from embedx.errors import DataError, StoreError
 from embedx.evaluate import evaluate
 from embedx.project import project
@@ -569,3 +570,23 @@ def test_a_map_whose_run_is_elsewhere_is_told_to_be_paired_by_number_unless_it_i
         told = [line for line in caplog.messages if "are paired by their numbers" in line]
         assert len(told) == n_told
         assert all("cannot be told" in line and alone.name in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("ids", "are_numbers"),
+    [
+        ([f"line-{i:06d}" for i in (1, 2, 4, 9)], True),  # of which some are blank
+        (["00000/000", "00000/001", "00001/000"], True),
+        (["0000.png", "0001.png", "0002.png"], False),
+        (["3", "1", "2"], False),
+        (["cat/1.png", "cat/2.png"], False),
+        (["IMG_1.jpg", "IMG_2.jpg"], False),
+        (["a", "b"], False),
+    ],
+)
+def test_numbers_that_rise_tell_a_sample_only_among_the_same_data(
+    ids: list[str], are_numbers: bool, tmp_path: Path
+) -> None:
+    one, other = (embedx.open(numbered(tmp_path / name, ids, name)) for name in "ab")
+    assert ("are paired by their numbers" in doubt_of_pairs(one, other)) == are_numbers
+    assert doubt_of_pairs(one, one) == ""
