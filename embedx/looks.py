@@ -104,7 +104,7 @@ class Looks(Look):
         """
         n = piece.size
         captured: dict[str, Tensor] = {}
-        if n > 1 and not self._are_collated_looked_at:
+        if n > 1 and piece.rows is None and not self._are_collated_looked_at:
             self._are_collated_looked_at = True
             if not (draws or keeps or self._plan.source.draws):
                 captured = {one.name: self._got[one.name].clone() for one in self._plan.points}
