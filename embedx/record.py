@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -772,6 +773,8 @@ def _by_name(
         elif isinstance(value, (tuple, list)) and not all(type(one) is int for one in value):
             names = getattr(value, "_fields", map(str, range(len(value))))
             fields = dict(zip(names, value, strict=True))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
         elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
             fields = dict(vars(value))  # a batch of a class of the user's own
         for name, inner in fields.items():

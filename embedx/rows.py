@@ -397,13 +397,14 @@ def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
         is_list = isinstance(given, (list, tuple)) and len(given) > 0
         is_whole = is_list and all(type(one) is int for one in given)
         if isinstance(given, Tensor):
-            tensors[name] = given
+            if given.layout == torch.strided and not (given.is_nested or given.is_quantized):
+                tensors[name] = given
         elif (isinstance(given, np.ndarray) and given.dtype.kind in "biuf") or is_whole:
             tensors[name] = torch.as_tensor(given)
     for name, tensor in tensors.items():
         others = [one.shape[:2] for one in tensors.values() if one is not tensor]
         of_tokens = tensor
-        if tensor.ndim > 2 and len(tensor):
+        if tensor.ndim > 2 and tensor.numel():
             of_tokens = tensor.reshape(
                 len(tensor), *(size for size in tensor.shape[1:] if size > 1)
             )

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import embedx
 from embedx.errors import ShapeError
-from embedx.rows import token_mask
+from embedx.rows import _like_a_mask, token_mask
 
 
 def sequences(n: int = 6, t: int = 7, *, kinds: int = 2) -> list[dict[str, Tensor]]:
@@ -568,3 +568,16 @@ def test_rows_that_hang_on_the_longest_of_their_batch_are_said_to(
     hangs = not masks and batch_size > 1
     assert np.allclose(run.embeddings["out"], alone, atol=1e-5) != hangs
     assert ("rows hang on the other items of their batch by the collate_fn" in caplog.text) == hangs
+
+
+def test_what_enters_beside_tokens_may_be_of_any_kind() -> None:
+    beside = {
+        "x": torch.ones(3, 4, 2),
+        "none": torch.ones(3, 0, 4, 1),
+        "sparse_mask": torch.ones(3, 4).to_sparse(),
+        "lengths": [],
+        "names": ["a", "b"],
+        "mask": np.array(["a"]),
+    }
+    assert _like_a_mask(beside) is None
+    assert _like_a_mask({**beside, "pad": torch.ones(3, 1, 4)}) == "pad"

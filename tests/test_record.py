@@ -888,7 +888,7 @@ def test_padding_is_left_out_of_the_average_of_tokens(
     assert ("pooling of embed counts padding as tokens" in caplog.text) == (how == "a method")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Entering:
     tokens: Tensor
     attention_mask: Tensor
