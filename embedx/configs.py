@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import os
 import re
 import shlex
 import typing
@@ -48,8 +47,7 @@ _WHERE = ("name", "out", "overwrite", "embeddings")
 def public_config(config: Mapping[str, Any], *, also: Sequence[str] = ()) -> str:
     """The settings that decide the rows, and ``also``, as YAML.
 
-    Of paths there is only the last part: files travel. What begins as one and is not there, such as
-    a regular expression of labels, is none.
+    Of paths there is only the last part: files travel.
     """
     import yaml
 
@@ -60,7 +58,7 @@ def public_config(config: Mapping[str, Any], *, also: Sequence[str] = ()) -> str
             return [last_part(inner) for inner in value]
         is_path = isinstance(value, str) and (
             key in ("root", "path", "checkpoint", "classes", "--config-dir")
-            or (value.startswith(("/", "~")) and os.path.lexists(os.path.expanduser(value)))
+            or (value.startswith(("/", "~")) and key != "labels")  # a regular expression
         )
         return Path(value).name if is_path else value
 

@@ -455,6 +455,8 @@ class Skeleton:
                 except StoreError:
                     raise
                 except OSError as error:
+                    if not path.exists():  # HDF5 has words of its own for that
+                        raise StoreError(f"{path} was renamed meanwhile; open it again") from None
                     raise StoreError(
                         f"{path} does not open as HDF5, it may be truncated ({first_line(error)}); "
                         "make it anew"

@@ -1256,10 +1256,10 @@ def test_what_only_begins_like_a_path_stands_whole_in_the_settings_of_a_file(
     public = yaml.safe_load(
         public_config(
             {
-                "model": {"own": str(tmp_path), "gone": "/no/such/place"},
+                "model": {"own": str(tmp_path), "gone": "/no/such/place.pt"},
                 "data": {"root": "/no/such/photos", "labels": "/([a-z]+)_"},
             }
         )
     )
     assert public["data"] == {"root": "photos", "labels": "/([a-z]+)_"}
-    assert public["model"]["own"] == tmp_path.name
+    assert public["model"] == {"own": tmp_path.name, "gone": "place.pt"}

@@ -1056,6 +1056,21 @@ def test_readers_meanwhile_are_never_blocked_and_see_only_whole_rows_that_only_g
     assert sha256(path) == Job().whole
 
 
+def test_a_file_that_goes_while_hdf5_opens_it_is_said_to_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / NAME
+    OLD.run(path, QuietDisk())
+
+    def gone(where: Path, mode: str) -> None:
+        where.unlink()
+        raise OSError("Unable to synchronously open file (can't retrieve stat info for file)")
+
+    monkeypatch.setattr(layout.h5py, "File", gone)
+    with pytest.raises(StoreError, match="was renamed meanwhile; open it again"):
+        store.Embeddings(path)
+
+
 def test_readers_of_a_file_that_is_replaced_see_the_old_one_or_the_new_one(
     tmp_path: Path, nursery: Nursery
 ) -> None:
