@@ -142,6 +142,7 @@ class _Forward:
             dtype=plan.dtype,
             normalize=plan.normalize,
             tokens=plan.model.tokens,
+            layers=dict(plan.model.module.named_modules()),
         )
         self._got = hooks.Capture(
             plan.model.module, plan.points, reduce=self._rows.reduce, only_here=True

@@ -411,6 +411,7 @@ def choose(
     tokens: str | None = None,
     is_masked: bool = False,
     picture: tuple[int, int] | None = None,
+    is_first: bool = False,
 ) -> str:
     """The pooling that ``auto`` means for an activation.
 
@@ -419,6 +420,7 @@ def choose(
         tokens: The pooling of the model's family for tokens, such as ``cls``.
         is_masked: Whether it is known which tokens are padding; the others are then averaged.
         picture: Height and width of what entered the network; None where it is no picture.
+        is_first: Whether of four axes the second is known to be that of the channels.
 
     Raises:
         ShapeError: The shape could mean several things; the message lists the choices.
@@ -426,6 +428,8 @@ def choose(
     shape = tuple(activation.shape)
     if len(shape) == 2:
         return "none"
+    if len(shape) == 4 and is_first:
+        return "gap"
     if len(shape) == 3 and is_masked and tokens is None and shape[1] == shape[2]:
         raise ShapeError(
             f"pooling=auto cannot tell which axis of {shape} is that of the tokens; choose "

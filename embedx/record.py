@@ -581,7 +581,13 @@ def record(
         model,
         resolved,
         path,
-        rows=Rows(resolved, poolings, dtype=np.dtype(dtype), normalize=normalize),
+        rows=Rows(
+            resolved,
+            poolings,
+            dtype=np.dtype(dtype),
+            normalize=normalize,
+            layers=dict(model.named_modules()),
+        ),
         id_bytes=id_bytes,
         attrs={
             "model": type(model).__name__.lower(),

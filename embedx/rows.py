@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from embedx import layout, pooling
 from embedx.errors import ShapeError
+from embedx.grids import gives_channels_first
 from embedx.matrix import Array
 from embedx.points import Point
 
@@ -28,6 +29,7 @@ class Rows:
         normalize: Whether rows are scaled to length 1 (L2), of all points or of each; a row of
             zeros stays zero.
         tokens: The pooling that ``auto`` means for tokens.
+        layers: The layers by their names: of a convolution it is known where channels are.
 
     Attributes:
         mask: Shape ``(n, t)``, which tokens of the pass at hand are none of padding; None where
@@ -47,6 +49,7 @@ class Rows:
         dtype: np.dtype[Any],
         normalize: bool | Sequence[bool],
         tokens: str | None = None,
+        layers: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.mask: Tensor | None = None
         self.masked: set[str] = set()
@@ -59,6 +62,7 @@ class Rows:
         each = [normalize] * len(points) if isinstance(normalize, bool) else normalize
         self._normalize = dict(zip((p.name for p in points), each, strict=True))
         self._tokens = tokens
+        self._layers = layers or {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._vanished: set[str] = set()
         self._is_said_of_masks = False
@@ -107,12 +111,14 @@ class Rows:
 
     def _settle(self, point: Point, activation: Tensor) -> None:
         if self._poolings[point.name].name == "auto":
+            layer = None if point.is_at_input else self._layers.get(point.layer)
             try:
                 name = pooling.choose(
                     activation,
                     tokens=self._tokens,
                     is_masked=self.mask is not None,
                     picture=self.picture,
+                    is_first=layer is not None and gives_channels_first(layer, activation),
                 )
             except ShapeError as error:
                 raise ShapeError(f"layer {point.name}: {error}") from None

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import embedx
 from embedx.errors import ShapeError
+from embedx.inputs import is_alike
 from embedx.rows import _like_a_mask, token_mask
 
 
@@ -581,3 +582,42 @@ def test_what_enters_beside_tokens_may_be_of_any_kind() -> None:
     }
     assert _like_a_mask(beside) is None
     assert _like_a_mask({**beside, "pad": torch.ones(3, 1, 4)}) == "pad"
+
+
+class Digits(nn.Module):
+    """Takes pictures without an axis of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.out = nn.Conv2d(1, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.conv(x[:, None]).relu().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_what_a_convolution_gives_has_channels_first_whatever_entered(tmp_path: Path) -> None:
+    model, x = Digits().eval(), torch.randn(5, 8, 8)
+    run = embedx.extract(model, x, layers="conv", out=tmp_path / "a")
+    assert run.point_attrs["conv"]["pooling"] == "gap"
+    with torch.no_grad():
+        assert np.allclose(run.embeddings["conv"], model.conv(x[:, None]).mean((2, 3)), atol=1e-6)
+        with embedx.record(model, "conv", tmp_path / "b") as recorder:
+            model(x)
+            recorder.batch()
+    assert np.array_equal(embedx.open(tmp_path / "b").embeddings["conv"], run.embeddings["conv"])
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "are_alike"),
+    [
+        ([1e-10, 0.14, 0.1], [1.5e-8, 0.14, 0.1], True),  # rounding of the others
+        ([0.0, 0.14, 0.1], [1e-3, 0.14, 0.1], False),
+        ([-1e9, 0.1, 0.2], [-1e9, 0.1, 0.3], False),  # of scores of which some are masked
+        ([-1e9, 0.1, 0.2], [-1e9, 0.1, 0.2], True),
+    ],
+)
+def test_rows_are_alike_but_for_rounding(
+    values: list[float], others: list[float], are_alike: bool
+) -> None:
+    assert is_alike(torch.tensor([values]), torch.tensor([others]), most=1e-3) == are_alike
