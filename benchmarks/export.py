@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedx import derived, store
+from embedx import derived, writing
 from embedx.layout import Field
 
 N_FEATURES, SIDE_PX, BATCH = 512, 64, 2048
@@ -70,7 +70,7 @@ def embeddings(folder: Path, n: int) -> Path:
         Field("thumbnails", (SIDE_PX, SIDE_PX, 3), np.dtype(np.uint8)),
     ]
     ids = [f"{i:07d}" for i in range(n)]
-    writer = store.create(
+    writer = writing.create(
         folder / "embeddings.h5",
         ids=ids,
         fields=fields,

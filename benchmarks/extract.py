@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.models import ResNet18_Weights, resnet18
 
 import embedx
-from embedx import data, models, pooling, store
+from embedx import data, models, pooling, writing
 from embedx.forward import forward_of
 from embedx.inputs import Batches
 from embedx.plans import Plan
@@ -179,8 +179,8 @@ def watched() -> Iterator[list[float]]:
     places = [
         (Rows, "reduce"),
         (Rows, "arrays"),
-        (store.Writer, "append"),
-        (store.Writer, "commit"),
+        (writing.Writer, "append"),
+        (writing.Writer, "commit"),
     ]
     total = [0.0]
     depth = [0]

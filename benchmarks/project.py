@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedx import derived, store
+from embedx import derived, store, writing
 from embedx.layout import Field
 
 N_FEATURES = 512
@@ -44,7 +44,7 @@ def rows(n: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def embeddings(folder: Path, n: int) -> Path:
     """A run of ``n`` rows, made without a model."""
     x, labels = rows(n)
-    writer = store.create(
+    writer = writing.create(
         folder / "embeddings.h5",
         ids=[f"{i:07d}" for i in range(n)],
         fields=[Field("embeddings/a", (N_FEATURES,), np.dtype(np.float32))],

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedx import store
+from embedx import store, writing
 from embedx.layout import Field
 
 N_ROWS, N_FEATURES, BATCH = 200_000, 512, 64
@@ -56,7 +56,7 @@ def main() -> None:
                 os.fsync(file.fileno())
             saved = time.perf_counter() - started
             (folder / "x.npy").unlink()
-            writer = store.create(
+            writer = writing.create(
                 folder / str(pair) / "embeddings.h5",
                 ids=[str(i) for i in range(N_ROWS)],
                 fields=[Field("embeddings/a", (N_FEATURES,), np.dtype(np.float32))],

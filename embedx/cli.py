@@ -398,7 +398,8 @@ def _prepare(
 
 
 def _newest_embeddings(*, or_partial: bool = False) -> Path:
-    from embedx.store import EMBEDDINGS_NAME, partial_path
+    from embedx.store import EMBEDDINGS_NAME
+    from embedx.unfinished import partial_path
 
     found = list(Path("outputs").glob(f"*/{EMBEDDINGS_NAME}"))
     if or_partial:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embedx import derived, figures, ready_made, store
+from embedx import derived, figures, ready_made, store, unfinished
 from embedx.align import doubt_of_pairs, places_in, procrustes, shared_rows
 from embedx.checks import checked, signature_of
 from embedx.configs import literal, read_settings
@@ -218,7 +218,9 @@ def _opened(runs: Sequence[str | os.PathLike[str] | Embeddings]) -> list[Embeddi
 def _was_begun(path: Path) -> bool:
     whole = path / store.EMBEDDINGS_NAME if path.is_dir() else path
     return (
-        whole.exists() or store.partial_path(whole).exists() or store.parts_folder(whole).exists()
+        whole.exists()
+        or unfinished.partial_path(whole).exists()
+        or unfinished.parts_folder(whole).exists()
     )
 
 

@@ -31,15 +31,8 @@ from embedx.layout import (
     write_arrays,
 )
 from embedx.matrix import Array
-from embedx.store import (
-    EMBEDDINGS_NAME,
-    PARTS_MARK,
-    Embeddings,
-    Parts,
-    errors_path,
-    file_of_parts,
-    find_embeddings,
-)
+from embedx.store import EMBEDDINGS_NAME, Embeddings, Parts, file_of_parts, find_embeddings
+from embedx.unfinished import PARTS_MARK, errors_path
 
 log = logging.getLogger("embedx")
 

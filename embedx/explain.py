@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import yaml
 
-from embedx import derived, figures, saliency, store
+from embedx import derived, figures, saliency, store, unfinished
 from embedx.checks import checked
 from embedx.class_maps import ClassMaps, require_target, write_maps
 from embedx.configs import public_config, settings_sha256
@@ -534,8 +534,8 @@ _KINDS = ("activity", "samples")
 def _remove_parts(folder: Path) -> None:
     """Take away what was left beside an explanation."""
     for kind in _KINDS:
-        if store.parts_id(_beside(folder, kind)) is not None:
-            store.remove_parts(_beside(folder, kind))
+        if unfinished.parts_id(_beside(folder, kind)) is not None:
+            unfinished.remove_parts(_beside(folder, kind))
 
 
 def _made_elsewhere(

@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 import yaml
 
-from embedx import derived, layout, store
+from embedx import derived, layout, store, unfinished
 from embedx import pooling as pools
 from embedx.ablations import as_ablations
 from embedx.checks import checked
@@ -221,22 +221,22 @@ def extract(
     if isinstance(engine, Feed):
         engine.require_same(file_id, identity)
     elif not overwrite:
-        partial = store.partial_path(path)
-        replaces = store.parts_id(path) == file_id and store.parts_replace(path)
+        partial = unfinished.partial_path(path)
+        replaces = unfinished.parts_id(path) == file_id and unfinished.parts_replace(path)
         is_begun = _is_begun(partial, identity)
         if path.exists() and not replaces and not is_begun:
             _refuse_another(path, identity, source)
             log.info("%s is complete already with these settings: nothing to do", path)
             say_failed(path, int((store.open(path).status == Status.FAILED).sum()))
-            if store.parts_id(path) == file_id:  # killed when all was done but this
-                store.remove_parts(path)
+            if unfinished.parts_id(path) == file_id:  # killed when all was done but this
+                unfinished.remove_parts(path)
             return store.open(path)
         if cuts is not None or not is_begun:  # else it goes on, and replaces what parts are there
             _refuse_other_parts(path, identity, source)
-            store.require_no_parts(path, of=file_id, n=0 if cuts is None else cuts.n)
+            unfinished.require_no_parts(path, of=file_id, n=0 if cuts is None else cuts.n)
         if partial.exists():
             _refuse_another(partial, identity, source)
-            if cuts is not None and store.parts_id(path) is None:
+            if cuts is not None and unfinished.parts_id(path) is None:
                 raise StoreError(
                     f"{partial} was begun in one go; go on without n_parts and engine, or start "
                     "anew with overwrite=true"
@@ -470,7 +470,7 @@ def _check_parts(
 
 def _refuse_other_parts(path: Path, identity: Mapping[str, Any], source: Source | Shards) -> None:
     """Raise if parts that lie there are of another run, naming the first difference."""
-    for one in sorted(store.parts_folder(path).glob(f"*/{path.name}*")):
+    for one in sorted(unfinished.parts_folder(path).glob(f"*/{path.name}*")):
         attrs: dict[str, Any] = {}
         if one.suffix in (path.suffix, ".partial"):
             with contextlib.suppress(StoreError):  # damaged: that is told when they are joined

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedx import store
+from embedx import unfinished
 from embedx.align import procrustes
 from embedx.disk import require_idle
 from embedx.errors import InUseError, StoreError
@@ -86,7 +86,7 @@ def _is_written(path: Path) -> bool:
 
 def _newest(path: Path) -> Embeddings:
     """The run that is being written, or the finished one."""
-    partial = store.partial_path(path)
+    partial = unfinished.partial_path(path)
     for _ in range(3):  # a run that ends takes its last name between two looks
         for candidate in (partial, path):
             if candidate.exists():

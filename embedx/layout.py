@@ -191,6 +191,9 @@ def embeddings_field(
 # --------------------------------------------------------------------------- commit records
 
 
+RUNNING, COMPLETE = 1, 2  # states of a record
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     sequence: int
@@ -398,6 +401,7 @@ def lay_out(
 # --------------------------------------------------------------------------- reading
 
 BOOKKEEPING = ("row_crc32", "status", "commit")
+BOOLEAN = "bool"  # what a column of uint8 says of itself that holds 0 for false and 1 for true
 _KINDS = "fiuS"
 
 

@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from embedx import layout, store
+from embedx import layout, unfinished
 from embedx.errors import ConfigError, DataError, Interrupted, StoreError, listed, number_of
 from embedx.matrix import Array
 from embedx.progress import Progress
-from embedx.store import Embeddings, Writer
+from embedx.store import Embeddings
+from embedx.writing import Writer
 
 log = logging.getLogger("embedx")
 
@@ -349,7 +350,7 @@ class ArrayParts:
 
     def folder(self, number: int) -> Path:
         """Where a part may have further files, which are written before the part is."""
-        return store.part_path(self._path, number).parent
+        return unfinished.part_path(self._path, number).parent
 
     def begin(self, shared: Mapping[str, Array] | None = None) -> None:
         """Make the place for them, or go on with those that are there.
@@ -360,10 +361,10 @@ class ArrayParts:
         Raises:
             StoreError: Something else lies there, or the disk refused.
         """
-        if store.parts_id(self._path) not in (None, self._of):
+        if unfinished.parts_id(self._path) not in (None, self._of):
             log.info("parts that were made of something else are taken away")
-            store.remove_parts(self._path)
-        store.begin_parts(self._path, of=self._of, n=self.n, kind="part")
+            unfinished.remove_parts(self._path)
+        unfinished.begin_parts(self._path, of=self._of, n=self.n, kind="part")
         if shared is not None:
             self._write(self._shared, shared, {})
 
@@ -382,7 +383,7 @@ class ArrayParts:
         Raises:
             StoreError: The disk refused.
         """
-        self._write(store.part_path(self._path, number), arrays, about)
+        self._write(unfinished.part_path(self._path, number), arrays, about)
 
     def read(self, number: int) -> tuple[dict[str, Array], dict[str, Any]]:
         """What :meth:`write` was given.
@@ -391,7 +392,7 @@ class ArrayParts:
             StoreError: It is not there, or damaged.
         """
         try:
-            return self._read(store.part_path(self._path, number))
+            return self._read(unfinished.part_path(self._path, number))
         except StoreError as error:
             raise StoreError(
                 f"{self.title(number)} cannot be joined: {error}; all processes must see it by "
@@ -438,7 +439,7 @@ class ArrayParts:
                     again=again,
                 )
             finally:
-                store.end_parts(self._path)
+                unfinished.end_parts(self._path)
 
     def remove(self) -> None:
         """Take all of them away.
@@ -446,15 +447,15 @@ class ArrayParts:
         Raises:
             StoreError: The disk refused.
         """
-        store.remove_parts(self._path)
+        unfinished.remove_parts(self._path)
 
     @property
     def _shared(self) -> Path:
-        return store.parts_folder(self._path) / "shared.h5"
+        return unfinished.parts_folder(self._path) / "shared.h5"
 
     def _has(self, number: int) -> bool:
         with contextlib.suppress(StoreError):  # damaged: it is made anew
-            path = store.part_path(self._path, number)
+            path = unfinished.part_path(self._path, number)
             return path.exists() and self._is_own(path)
         return False
 
@@ -504,7 +505,7 @@ def append_parts(writer: Writer, parts: Iterable[Embeddings]) -> None:
                 f"{part.path}: row {bad[0]} ({part.ids[bad[0]]}) does not match its checksum, and "
                 "the parts cannot be joined; remove it to have it made anew, if it is of extract"
             )
-        listed = store.read_reasons(part.path)
+        listed = unfinished.read_reasons(part.path)
         reasons = {one["row"]: one["reason"] for one in listed}
         for start in range(0, part.n_rows, block):
             rows = slice(start, min(start + block, part.n_rows))

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from embedx import derived, ready_made, store
+from embedx import derived, ready_made, store, unfinished
 from embedx.align import OnlyIds, Samples, doubt_of_pairs, places_in, procrustes, space_of, untold
 from embedx.checks import check_arguments, checked, refuse_taken, signature_of
 from embedx.configs import settings_sha256
@@ -498,8 +498,8 @@ class _Elsewhere(Work):
     def remove(path: Path) -> None:
         """Take away what was left beside a map."""
         for kind in ("moments", "places"):
-            if store.parts_id(_beside(path, kind)) is not None:
-                store.remove_parts(_beside(path, kind))
+            if unfinished.parts_id(_beside(path, kind)) is not None:
+                unfinished.remove_parts(_beside(path, kind))
 
     def moments(self, rows: Matrix) -> Iterator[Moments]:
         ranges = moment_parts(rows)

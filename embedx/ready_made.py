@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from embedx import layout, store
+from embedx import layout, store, unfinished, writing
 from embedx.array_files import ArrayFile, arrays_in, is_label_key
 from embedx.columns import (
     indexed,
@@ -232,7 +232,7 @@ def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int, *, of_row
         "source": vectors.name,
         "data": vectors.name,
     }
-    writer = store.resume(path, expected={"id": file_id}) or _created(
+    writer = writing.resume(path, expected={"id": file_id}) or _created(
         path, vectors, ids=ids, field=field, attrs=attrs
     )
     with contextlib.closing(writer):
@@ -269,15 +269,15 @@ def _write(path: Path, file_id: str, vectors: _Vectors, n_failed: int, *, of_row
         vectors.dtype,
     )
     if n_failed:
-        for reason in store.read_reasons(path)[:3]:
+        for reason in unfinished.read_reasons(path)[:3]:
             log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
 
 
 def _created(
     path: Path, vectors: _Vectors, *, ids: Sequence[str], field: Field, attrs: dict[str, Any]
-) -> store.Writer:
+) -> writing.Writer:
     labels, names = vectors.labels or (None, [])
-    return store.create(
+    return writing.create(
         path,
         ids=ids,
         fields=[field],

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedx import derived, hooks, layout, store
+from embedx import derived, hooks, layout, store, unfinished, writing
 from embedx.checks import checked, require_exact, require_unmasked, signature_of
 from embedx.columns import told_apart
 from embedx.disk import require_idle, writing_lock
@@ -89,7 +89,7 @@ class Recorder:
         self._like: dict[str, Array] = {}  # shapes and types of what is stored
         self._held = contextlib.ExitStack()  # the lock, from the first batch on
         self._is_ours = False
-        self._writer: store.Writer | None = None
+        self._writer: writing.Writer | None = None
         self._n_parts = 0
         self._part_start = 0
         self._has_begun = False
@@ -397,10 +397,11 @@ class Recorder:
         _require_free(self.path, overwrite=self._overwrite)
         if self.path.exists():
             self._attrs[_REPLACES] = _file_id(self.path)
-        elif not store.parts_folder(self.path).exists():  # what is there is of a file that was lost
+        elif not unfinished.parts_folder(self.path).exists():
+            # What is there is of a file that was lost.
             derived.remove_derived(self.path.parent, "")
-        store.remove_parts(self.path)
-        store.discard_partial(self.path)
+        unfinished.remove_parts(self.path)
+        unfinished.discard_partial(self.path)
         self._attrs[_RECORDING] = uuid.uuid4().hex
         self._pid = os.getpid()
         self._is_ours = True
@@ -425,8 +426,8 @@ class Recorder:
                     for name, array in arrays.items()
                 ]
                 self._part_start = self.n_rows
-                self._writer = store.create(
-                    store.parts_folder(self.path) / f"{self._n_parts:05d}" / self.path.name,
+                self._writer = writing.create(
+                    unfinished.parts_folder(self.path) / f"{self._n_parts:05d}" / self.path.name,
                     ids=None,
                     n_rows=PART_ROWS,
                     fields=fields,
@@ -618,13 +619,13 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
     """
     path = Path(out) / store.EMBEDDINGS_NAME
     require_idle(path)
-    parts = _opened_parts(path) if store.parts_folder(path).is_dir() else []
+    parts = _opened_parts(path) if unfinished.parts_folder(path).is_dir() else []
     if not parts:
         raise StoreError(f"{out} holds no recording; name the folder that was recorded into")
     if not any(part.n_rows for part in parts):
         raise StoreError(
             f"{out} holds a recording of 0 rows: it was stopped before its first commit; record "
-            f"again, or remove {store.parts_folder(path)}"
+            f"again, or remove {unfinished.parts_folder(path)}"
         )
     derived.require_own_beside(path, has_config=False)
     file_id = _joined_id(parts)
@@ -647,7 +648,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
         names = [str(kind) for kind in kinds.tolist()]
         labels = np.where(labels < 0, -1, np.searchsorted(kinds, labels)).astype(np.int32)
     with contextlib.closing(
-        store.create(
+        writing.create(
             path,
             ids=ids,
             fields=fields,
@@ -664,7 +665,7 @@ def join(out: str | os.PathLike[str]) -> Embeddings:
         if replaced and (replaced != file_id or store.Embeddings(path).verify()):
             derived.remove_derived(path.parent, replaced)
         writer.finish()
-    store.remove_parts(path)
+    unfinished.remove_parts(path)
     opened = store.open(path)
     failed = int((opened.status == Status.FAILED).sum())
     log.info("wrote %s: %s rows, %s failed", path, f"{opened.n_rows:,}", f"{failed:,}")
@@ -695,17 +696,17 @@ def _opened_parts(path: Path) -> list[Embeddings]:
     Raises:
         StoreError: One is missing, damaged, or of another recording.
     """
-    if store.parts_id(path) is not None:
-        store.require_no_parts(path)
-    finals = [folder / path.name for folder in sorted(store.parts_folder(path).iterdir())]
-    found = [part if part.exists() else store.partial_path(part) for part in finals]
+    if unfinished.parts_id(path) is not None:
+        unfinished.require_no_parts(path)
+    finals = [folder / path.name for folder in sorted(unfinished.parts_folder(path).iterdir())]
+    found = [part if part.exists() else unfinished.partial_path(part) for part in finals]
     parts = [store.open(part) for part in found if part.exists()]
     first_row = 0
     for part in parts:
         if part.attrs.get(_RECORDING) != parts[0].attrs.get(_RECORDING):
             raise StoreError(
                 f"{part.path} is a part of another recording than {parts[0].path}; put those of "
-                f"one there, or remove {store.parts_folder(path)}"
+                f"one there, or remove {unfinished.parts_folder(path)}"
             )
         if part.attrs.get("first_row") != first_row:
             raise StoreError(
@@ -729,12 +730,12 @@ def _require_free(path: Path, *, overwrite: bool) -> None:
     if overwrite:
         return
     out = str(path.parent)
-    if store.parts_folder(path).exists() and (n := sum(p.n_rows for p in _opened_parts(path))):
+    if unfinished.parts_folder(path).exists() and (n := sum(p.n_rows for p in _opened_parts(path))):
         raise StoreError(
             f"{out} holds a recording of {n:,} rows that was not finished; make a file of them "
             f"with embedx.join({out!r}), or start anew with overwrite=True"
         )
-    for there in (path, store.partial_path(path)):
+    for there in (path, unfinished.partial_path(path)):
         if there.exists():
             raise StoreError(
                 f"{there} is there already; choose another out, or pass overwrite=True"
@@ -748,12 +749,12 @@ def _require_replaceable(
     for there, other in (
         # An equal one is of this recording: it was killed before it removed the parts.
         (path, replaced not in (None, file_id, part.attrs.get(_REPLACES))),
-        (store.partial_path(path), _file_id(store.partial_path(path)) != file_id),
+        (unfinished.partial_path(path), _file_id(unfinished.partial_path(path)) != file_id),
     ):
         if other and there.exists():
             raise StoreError(
                 f"{there} was not there when the recording began, and joining would replace it; "
-                f"move it elsewhere, or remove {store.parts_folder(path)}"
+                f"move it elsewhere, or remove {unfinished.parts_folder(path)}"
             )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from embedx import derived, sources, store
+from embedx import derived, sources, store, unfinished, writing
 from embedx.configs import settings_sha256
 from embedx.disk import replace_file, require_idle, writing_lock
 from embedx.errors import (
@@ -52,7 +52,8 @@ from embedx.pictures import whole_pictures
 from embedx.plans import Plan, with_poolings_of
 from embedx.progress import Progress
 from embedx.sources import Shards, Source
-from embedx.store import ENTERED, MADE_BY_FIRST, Embeddings, PartKind, Parts, PartsFound
+from embedx.store import ENTERED, MADE_BY_FIRST, Embeddings, Parts, PartsFound
+from embedx.unfinished import PartKind
 
 log = logging.getLogger("embedx")
 
@@ -67,7 +68,7 @@ def run(plan: Plan, path: Path, attrs: Mapping[str, Any], *, config: str, overwr
     replaced = _id_of(path)
     started = time.monotonic()
     if not overwrite:
-        plan = with_poolings_of(plan, _begun_fields(store.partial_path(path)))
+        plan = with_poolings_of(plan, _begun_fields(unfinished.partial_path(path)))
     with stop_on_signal() as stop, forward_of(plan) as forward:
         filled = _fill(
             plan,
@@ -110,14 +111,14 @@ def _begun_fields(*paths: Path) -> list[Field]:
 def _id_of(path: Path) -> str | None:
     """The id of a file, or of its parts, that are to be replaced; None of a damaged one."""
     if not path.exists():
-        return store.parts_id(path)
+        return unfinished.parts_id(path)
     with contextlib.suppress(StoreError):  # nothing can be known to be made of it
         return str(store.open(path).attrs["id"])
     return None
 
 
 def _put_in_place(
-    writer: store.Writer, *, file_id: str, config: str, replaced: str | None, is_joined: bool
+    writer: writing.Writer, *, file_id: str, config: str, replaced: str | None, is_joined: bool
 ) -> None:
     """Give a file with all its rows its name, and take away what it replaces.
 
@@ -127,8 +128,8 @@ def _put_in_place(
     path = writer.path
     if writer.n_failed == writer.n_rows:
         writer.commit()
-        partial = store.partial_path(path)
-        reasons = [one["reason"] for one in store.read_reasons(partial)]
+        partial = unfinished.partial_path(path)
+        reasons = [one["reason"] for one in unfinished.read_reasons(partial)]
         writer.discard()
         _remove_if_empty(path.parent)
         raise DataError(
@@ -141,7 +142,7 @@ def _put_in_place(
         derived.remove_derived(path.parent, replaced or "")
     if not is_joined:  # of its own parts it is not made, and nothing of less than all its rows
         derived.remove_derived(path.parent, file_id, is_replaced=False)
-        store.remove_parts(path)
+        unfinished.remove_parts(path)
     writer.finish()
 
 
@@ -154,7 +155,7 @@ def _remove_if_empty(folder: Path) -> None:
 class _Filled:
     """A writer that has all rows, and how many a second it got."""
 
-    writer: store.Writer
+    writer: writing.Writer
     rate: float
 
 
@@ -192,15 +193,15 @@ def _fill(
         require_idle(path)
         writer = None
     else:
-        if store.partial_path(path).exists():
-            begun = store.Embeddings(store.partial_path(path))
+        if unfinished.partial_path(path).exists():
+            begun = store.Embeddings(unfinished.partial_path(path))
             first_pass = begun.attrs.get(MADE_BY_FIRST, "")
             attrs = {**attrs, **{key: begun.attrs[key] for key in (ENTERED,) if key in begun.attrs}}
             names = "the rows before", "those that follow"
             if words := store.other_environment(*names, begun.attrs, attrs):
                 log.warning("%s", words)
         expected = {key: attrs[key] for key in ("id", "batch_size", "device")}
-        writer = store.resume(path, expected=expected)
+        writer = writing.resume(path, expected=expected)
         if writer is not None:
             _require_whole_batches(plan, writer)
     n_rows, before = len(plan.rows), plan.rows.start  # rows of the file, and those before it
@@ -297,7 +298,7 @@ def _fill(
         return _Filled(writer, progress.rate)
 
 
-def _require_whole_batches(plan: Plan, writer: store.Writer) -> None:
+def _require_whole_batches(plan: Plan, writer: writing.Writer) -> None:
     """Refuse to go on amid a batch, where a join was stopped: all others would be cut elsewhere.
 
     Raises:
@@ -306,11 +307,12 @@ def _require_whole_batches(plan: Plan, writer: store.Writer) -> None:
     block = rows_together(plan.model, batch_size=plan.batch_size)
     if writer.rows_done % block and writer.rows_done < writer.n_rows:
         writer.close()
-        n = store.parts_number(writer.path)
+        n = unfinished.parts_number(writer.path)
         how = f"go on with n_parts={n}" if n else "join them again"
         raise StoreError(
-            f"{store.partial_path(writer.path)} is being joined of parts, {writer.rows_done:,} of "
-            f"{writer.n_rows:,} rows so far; {how}, or start anew with overwrite=true"
+            f"{unfinished.partial_path(writer.path)} is being joined of parts, "
+            f"{writer.rows_done:,} of {writer.n_rows:,} rows so far; {how}, or start anew with "
+            "overwrite=true"
         )
 
 
@@ -371,7 +373,7 @@ class _RowCuts:
         rows = self.rows(number)
         return settings_sha256({"of": self.whole_id, "rows": [rows.start, rows.stop]})
 
-    def create(self, made: "_Made") -> store.Writer:
+    def create(self, made: "_Made") -> writing.Writer:
         """The file that the parts are joined into, at row 0."""
         return _create(self.plan, made.path, next(made.opened()).fields, made.attrs, replace=True)
 
@@ -400,9 +402,9 @@ class _ShardCuts:
     def file_id(self, number: int, plan: Plan) -> str:
         return settings_sha256({**plan.identity(), "part": number})
 
-    def create(self, made: "_Made") -> store.Writer:
+    def create(self, made: "_Made") -> writing.Writer:
         whole = Parts(made.path, made)
-        return store.create(
+        return writing.create(
             made.path,
             ids=whole.ids,
             fields=whole.fields,
@@ -454,7 +456,7 @@ def cuts_of(
     most = max(1, -(-len(source) // block))
     if n_parts is None:
         assert isinstance(engine, Engine)
-        begun = store.parts_number(path) if store.parts_id(path) == file_id else None
+        begun = unfinished.parts_number(path) if unfinished.parts_id(path) == file_id else None
         wanted = max(_PARTS_A_WORKER * engine.n_workers, -(-len(source) // _PART_ROWS))
         n_parts = min(begun or wanted, most)
     if n_parts > most:
@@ -506,7 +508,7 @@ class _Made(PartsFound):
         """The parts in order, one at a time: of many the files could not be open."""
         for number in sorted(self.sizes):
             if self.sizes[number]:
-                yield store.open(store.part_path(self.path, number))
+                yield store.open(unfinished.part_path(self.path, number))
 
     def make(
         self,
@@ -527,8 +529,8 @@ class _Made(PartsFound):
         Raises:
             Interrupted: A signal came when the part was complete.
         """
-        part, title = store.part_path(self.path, number), self.title(number)
-        scratch = store.parts_folder(self.path) / f"shard-{number}.tmp"
+        part, title = unfinished.part_path(self.path, number), self.title(number)
+        scratch = unfinished.parts_folder(self.path) / f"shard-{number}.tmp"
         with (
             self._cuts.open(number, scratch=scratch, most=most) as plan,
             stop_on_signal() as stop,
@@ -537,7 +539,7 @@ class _Made(PartsFound):
                 plan.source.tell()
             self.sizes[number] = n_rows = len(plan.rows)
             if not n_rows:
-                store.note_empty_part(self.path, number)
+                unfinished.note_empty_part(self.path, number)
                 return
             fields = None if alone else self.fields
             common = {} if fields is None else self.common
@@ -591,12 +593,14 @@ def run_parts(
         stack.callback(_remove_if_empty, path.parent)
         lock = stack.enter_context(writing_lock(path))
         if overwrite:
-            if not path.exists() and (was := store.parts_id(path)) is not None:
+            if not path.exists() and (was := unfinished.parts_id(path)) is not None:
                 derived.remove_derived(path.parent, was)  # of the parts: they were read as one
-            store.remove_parts(path)
+            unfinished.remove_parts(path)
         _remove_made_of_lost(path)
-        store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit, replaces=overwrite)
-        stack.callback(store.end_parts, path)
+        unfinished.begin_parts(
+            path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit, replaces=overwrite
+        )
+        stack.callback(unfinished.end_parts, path)
         missing = [number for number in range(cuts.n) if not made.add(number)]
         if made.sizes:
             of = f"{len(made.sizes):,} of {number_of(cuts.n, cuts.unit, cuts.unit + 's')}"
@@ -609,7 +613,7 @@ def run_parts(
             _run_elsewhere(plan, made, cuts, path, missing, engine=engine)
         is_complete = len(made.sizes) == cuts.n
         if not is_complete:
-            of_parts = (store.partial_path(store.part_path(path, one)) for one in missing)
+            of_parts = (unfinished.partial_path(unfinished.part_path(path, one)) for one in missing)
             plan = with_poolings_of(plan, made.fields or _begun_fields(*of_parts))
         with forward_of(plan) if not is_complete else contextlib.nullcontext() as forward:
             left = cuts.limit
@@ -655,7 +659,8 @@ def _run_elsewhere(
 
         def look(running: Iterable[int]) -> dict[int, int]:
             for number in running:
-                reader = readers.setdefault(number, store.PartReader(store.part_path(path, number)))
+                part = unfinished.part_path(path, number)
+                reader = readers.setdefault(number, store.PartReader(part))
                 with contextlib.suppress(StoreError):  # it is being renamed; or told when it ends
                     more = reader.read().rows_done - counted.get(number, 0)
                     if more > 0:
@@ -691,7 +696,7 @@ def _run_elsewhere(
 
 def _remove_made_of_lost(path: Path) -> None:
     """Take away what was made of a file that is there no more, where parts of one are begun."""
-    if not path.exists() and store.parts_id(path) is None:
+    if not path.exists() and unfinished.parts_id(path) is None:
         derived.remove_derived(path.parent, "")
 
 
@@ -717,7 +722,7 @@ def run_part(
     """
     started = time.monotonic()
     _remove_made_of_lost(path)
-    store.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
+    unfinished.begin_parts(path, of=str(attrs["id"]), n=cuts.n, kind=cuts.unit)
     made = _Made(cuts, path, attrs)
     last: Path | None = None
     with contextlib.ExitStack() as stack:
@@ -727,11 +732,12 @@ def run_part(
                 if not made.add(number):
                     if forward is None:
                         _remove_made_of_parts(made)
-                        begun = _begun_fields(store.partial_path(store.part_path(path, number)))
+                        its_path = unfinished.part_path(path, number)
+                        begun = _begun_fields(unfinished.partial_path(its_path))
                         forward = stack.enter_context(forward_of(with_poolings_of(plan, begun)))
                     made.make(number, forward=forward, alone=True)
                 if number not in made.late and made.sizes[number]:
-                    last = store.part_path(path, number)
+                    last = unfinished.part_path(path, number)
     if last is None:
         first = next(iter(made.late.values()), "there is none")
         raise DataError(
@@ -753,7 +759,7 @@ def run_part(
     return last
 
 
-def _join(made: _Made, cuts: Cuts, *, config: str) -> store.Writer:
+def _join(made: _Made, cuts: Cuts, *, config: str) -> writing.Writer:
     """Make ``path`` of its parts, and take them away."""
     path = made.path
     replaced = _id_of(path) if path.exists() else None  # what was made of the parts stays right
@@ -762,7 +768,7 @@ def _join(made: _Made, cuts: Cuts, *, config: str) -> store.Writer:
         append_parts(writer, made.opened())
         of = str(made.attrs["id"])
         _put_in_place(writer, file_id=of, config=config, replaced=replaced, is_joined=True)
-    store.remove_parts(path)
+    unfinished.remove_parts(path)
     return writer
 
 
@@ -784,7 +790,7 @@ def _unit(plan: Plan) -> str:
     return "images" if plan.model.tokenizer is None else "texts"
 
 
-def _report(plan: Plan, writer: store.Writer, path: Path, *, seconds: float, rate: float) -> None:
+def _report(plan: Plan, writer: writing.Writer, path: Path, *, seconds: float, rate: float) -> None:
     shapes = ", ".join(
         f"{field.name.removeprefix('embeddings/')} ({field.shape[0]} {field.dtype})"
         for field in writer.fields
@@ -806,12 +812,12 @@ def _report(plan: Plan, writer: store.Writer, path: Path, *, seconds: float, rat
 
 def say_failed(path: Path, n_failed: int) -> None:
     if n_failed:
-        for reason in store.read_reasons(path)[:3]:
+        for reason in unfinished.read_reasons(path)[:3]:
             log.warning("failed row %s, %s: %s", reason["row"], reason["id"], reason["reason"])
         log.warning(
             "all %s failed rows: %s; overwrite=true tries them again",
             f"{n_failed:,}",
-            store.errors_path(path),
+            unfinished.errors_path(path),
         )
 
 
@@ -833,7 +839,7 @@ def _create(
     attrs: Mapping[str, Any],
     *,
     replace: bool,
-) -> store.Writer:
+) -> writing.Writer:
     source, rows = plan.source, slice(plan.rows.start, plan.rows.stop)
     row_bytes = sum(field.row_bytes for field in fields)
     if row_bytes * len(plan.rows) >= _LARGE_BYTES:
@@ -846,7 +852,7 @@ def _create(
         )
     if len(plan.rows) == len(source):
         rows = slice(None)
-    return store.create(
+    return writing.create(
         path,
         ids=source.ids if rows == slice(None) else source.ids[rows],
         fields=fields,
@@ -859,7 +865,7 @@ def _create(
     )
 
 
-def _append(writer: store.Writer, batch: Batch, results: Results | None, plan: Plan) -> None:
+def _append(writer: writing.Writer, batch: Batch, results: Results | None, plan: Plan) -> None:
     """Write a batch; of rows that failed, what was read (picture and label) is kept."""
     reasons = dict(batch.reasons)
     if results is not None:

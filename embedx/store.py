@@ -1,4 +1,4 @@
-"""Embeddings files: written row by row, gone on with, read, also part by part."""
+"""Embeddings files: found and read, also part by part."""
 
 import bisect
 import contextlib
@@ -8,855 +8,55 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import os
 import re
-import shutil
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from embedx.checks import checked
 from embedx.columns import Column, concatenated, numbers_first
-from embedx.disk import (
-    DISK,
-    DiskIO,
-    Lock,
-    disk_error,
-    is_name_of,
-    open_own,
-    remove_quietly,
-    replace_file,
-    temporary,
-    waiting_lock,
-)
-from embedx.errors import InUseError, ShapeError, StoreError
+from embedx.errors import ShapeError, StoreError
 from embedx.layout import (
-    BOOKKEEPING,
-    EMBEDDINGS_FORMAT,
-    FORMAT_VERSION,
-    PAGE_BYTES,
     Field,
-    Record,
     Skeleton,
     Status,
     are_unique,
     bad_rows,
     column_name,
-    crc_outside,
     decoded,
-    encode_texts,
-    footer,
-    lay_out,
     newest_record,
     plain_name,
     point_of,
     reading,
-    row_checksums,
     run_bytes,
-    stored_texts,
 )
 from embedx.matrix import Array, Stacked
 
 if TYPE_CHECKING:
     import pandas
-
+from embedx.layout import BOOLEAN, COMPLETE
+from embedx.unfinished import (
+    EMPTY_MARK,
+    PARTS,
+    PARTS_MARK,
+    PartKind,
+    has_parts,
+    part_path,
+    partial_path,
+    parts_folder,
+    parts_id,
+    parts_mark,
+    parts_replace,
+    read_reasons,
+    require_no_parts,
+)
 
 log = logging.getLogger("embedx")
 EMBEDDINGS_NAME = "embeddings.h5"
-COMMIT_BYTES = 64 * 2**20
-COMMIT_S = 2.0
-_RUNNING, _COMPLETE = 1, 2
-
-
-# --------------------------------------------------------------------------- writing
-
-
-class Writer:
-    """Streams rows, in order, into one embeddings file.
-
-    Made by :func:`create` or :func:`resume`; ``rows_done`` says how many rows are durable. Waiting
-    for the disk is left to a thread, one commit at a time; where no rows follow, a timer commits.
-    After any error from the disk, or where another took the lock or the file's name, the writer
-    refuses further work: open it again with :func:`resume`.
-
-    Attributes:
-        path: The final name; until :meth:`finish` the file is ``<path>.partial``.
-        n_rows: Rows the file holds when it is complete.
-        rows_done: Rows that are committed, counted from the first.
-        n_failed: Committed and uncommitted rows with status FAILED.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        fields: Sequence[Field],
-        offsets: Mapping[str, int],
-        n_rows: int,
-        run: bytes,
-        newest: Record,
-        n_failed: int,
-        lock: Lock,
-        disk: DiskIO,
-    ) -> None:
-        self.path = path
-        self.fields = tuple(fields)
-        self.n_rows = n_rows
-        self.rows_done = newest.rows_done
-        self.n_failed = n_failed
-        self._written = newest.rows_done
-        self._sequence = newest.sequence
-        self._offsets = dict(offsets)
-        self._run = run
-        self._lock = lock
-        self._disk = disk
-        self._reasons: list[dict[str, Any]] = []
-        self._uncommitted_bytes = 0
-        self._committed_at = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedx-commit")
-        self._committing: tuple[Record, Future[None]] | None = None
-        self._mutex = threading.RLock()  # the timer comes from a thread of its own
-        self._timer: threading.Timer | None = None
-        self._late: StoreError | None = None  # what failed in the timer, for the next call
-        self._fd = open_own(partial_path(path), os.O_RDWR)
-        self._about = os.fstat(self._fd)
-
-    def append(
-        self,
-        rows: Mapping[str, Array],
-        *,
-        status: Array,
-        reasons: Mapping[int, tuple[str, str]] | None = None,
-    ) -> None:
-        """Write the next rows; commits by itself every 64 MiB or 2 seconds.
-
-        Args:
-            rows: For each field, by name, shape ``(b, *field.shape)`` in the field's dtype.
-            status: Shape ``(b,)`` of :class:`Status`.
-            reasons: For each failed row of the file, its sample id and why it failed.
-
-        Raises:
-            StoreError: The disk refused; nothing that was committed is lost.
-            InUseError: Another process took over the file.
-            ValueError: Shapes or types do not fit the fields, or there are too many rows.
-        """
-        with self._mutex:
-            self._append(rows, status=status, reasons=reasons or {})
-
-    def _append(
-        self,
-        rows: Mapping[str, Array],
-        *,
-        status: Array,
-        reasons: Mapping[int, tuple[str, str]],
-    ) -> None:
-        if not len(status):
-            return
-        start, stop = self._written, self._written + len(status)
-        if stop > self.n_rows:
-            raise ValueError(f"row {stop - 1} is past the {self.n_rows} rows of {self.path}")
-        parts = []
-        for field in self.fields:
-            part = rows[field.name]
-            if part.shape != (len(status), *field.shape) or part.dtype != field.dtype:
-                raise ValueError(
-                    f"{field.name} takes {(len(status), *field.shape)} {field.dtype}, "
-                    f"not {part.shape} {part.dtype}"
-                )
-            parts.append(part)
-        status = status.astype(np.uint8)
-        checksums = row_checksums(status, parts)
-        with self._fatal():
-            self._require_lock()
-            for field, part in zip(self.fields, parts, strict=True):
-                self._put(field.name, part, start, field.row_bytes)
-            self._put("row_crc32", checksums, start, 4)
-            self._put("status", status, start, 1)
-        for row, (sample_id, reason) in sorted(reasons.items()):
-            self._reasons.append({"row": row, "id": sample_id, "reason": reason})
-        self._written = stop
-        self.n_failed += int((status == Status.FAILED).sum())
-        self._uncommitted_bytes += sum(part.nbytes for part in parts)
-        if self._committing and self._committing[1].done():
-            self._settle()
-        if (
-            self._uncommitted_bytes >= COMMIT_BYTES
-            or time.monotonic() - self._committed_at >= COMMIT_S
-        ):
-            self._begin_commit(_RUNNING)
-        else:
-            self._commit_later(COMMIT_S)
-
-    def commit(self) -> None:
-        """Make every appended row durable, then say so in a commit record.
-
-        Raises:
-            StoreError: The disk refused; the rows of earlier commits stand.
-            InUseError: Another process took over the file.
-        """
-        with self._mutex:
-            self._begin_commit(_RUNNING)
-            self._settle()
-
-    def finish(self) -> Path:
-        """Commit the last rows, mark the file complete and give it its final name.
-
-        Returns:
-            The final path.
-
-        Raises:
-            StoreError: The disk refused; run again to go on.
-            InUseError: Another process took over the file.
-        """
-        with self._mutex:
-            return self._finish()
-
-    def _finish(self) -> Path:
-        if self._written != self.n_rows:
-            raise ValueError(f"{self._written} of {self.n_rows} rows were appended")
-        self._begin_commit(_COMPLETE)
-        self._settle()
-        with self._fatal():
-            # Both records now become those of a file written in one go, the newest last, so that
-            # an interrupted run ends with the same bytes as one that was not.
-            for last in (self._sequence + 1, self._sequence):
-                number = 2 - last % 2  # as odd or even as the one that it follows in its slot
-                self._put_record(Record(number, self.n_rows, 0, _COMPLETE, self._run))
-            self._require_own()
-            # The file takes its name last: whatever stops us before, the next run comes by again.
-            if not self.n_failed:
-                self._disk.remove(errors_path(self.path))
-            elif _running_errors_path(self.path).exists():
-                self._disk.rename(_running_errors_path(self.path), errors_path(self.path))
-            self._disk.rename(partial_path(self.path), self.path)
-        self.close()
-        return self.path
-
-    def discard(self) -> None:
-        """Take the unfinished file away: it holds nothing worth going on with."""
-        with self._mutex:
-            self._thread.shutdown()
-            with self._fatal():
-                self._require_own()
-                _discard_partial(self.path)
-            self.close()
-
-    def close(self) -> None:
-        """Let go of the file and its lock. Rows after the last commit are not kept."""
-        with self._mutex:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._thread.shutdown()  # it may be at work on the file
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-                self._lock.release()
-
-    def require_own(self) -> None:
-        """Make sure that nobody took over, before anything else in the folder is written.
-
-        Raises:
-            InUseError: The lock or the unfinished file was removed or replaced.
-        """
-        with self._mutex, self._fatal():
-            self._require_own()
-
-    def _require_lock(self) -> None:
-        if not self._lock.is_held:
-            self._refuse(self._lock.path)
-
-    def _require_own(self) -> None:
-        self._require_lock()
-        if not is_name_of(partial_path(self.path), self._about):
-            self._refuse(partial_path(self.path))
-
-    def _refuse(self, gone: Path) -> None:
-        raise InUseError(
-            f"{gone} was removed or replaced while {self.path} was being written, so that another "
-            "may write it too; this one stopped: the same command goes on with what is there, and "
-            "embedx.join(FOLDER) makes a file of a recording"
-        )
-
-    def _put(self, name: str, data: Array, row: int, row_bytes: int) -> None:
-        self._disk.write_all(self._fd, data, self._offsets[name] + row * row_bytes)
-
-    def _put_record(self, record: Record) -> None:
-        self._disk.write_all(self._fd, record.pack(), self._offsets["commit"] + record.place)
-        self._disk.sync(self._fd)
-
-    def _begin_commit(self, state: int) -> None:
-        self._settle()
-        if self._written == self.rows_done and state == _RUNNING:
-            return
-        record = Record(self._sequence + 1, self._written, self.rows_done, state, self._run)
-        with self._fatal():
-            self._committing = record, self._submitted(record, self._reasons)
-        self._reasons = []
-        self._uncommitted_bytes = 0
-        self._committed_at = time.monotonic()
-
-    def _submitted(self, record: Record, reasons: list[dict[str, Any]]) -> "Future[None]":
-        try:
-            return self._thread.submit(self._commit, record, reasons)
-        except RuntimeError:  # the interpreter is about to end: its threads take no more work
-            self._commit(record, reasons)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
-
-    def _commit(self, record: Record, reasons: Sequence[Mapping[str, Any]]) -> None:
-        self._require_own()
-        if reasons:
-            _append_reasons(self.path, reasons, self._disk)
-        self._disk.sync(self._fd)  # the rows come first: a record must never run ahead of them
-        self._require_own()
-        self._put_record(record)
-
-    def _commit_later(self, after_s: float) -> None:
-        if self._timer is None:
-            self._timer = threading.Timer(after_s, self._commit_idle)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _commit_idle(self) -> None:
-        """Commit the rows that nothing has followed for a while."""
-        with self._mutex:
-            self._timer = None
-            if self._fd < 0:
-                return
-            left_s = self._committed_at + COMMIT_S - time.monotonic()
-            if left_s > 0:  # a commit came between
-                self._commit_later(left_s)
-                return
-            try:
-                self._begin_commit(_RUNNING)
-            except StoreError as error:
-                self._late = error
-
-    def _settle(self) -> None:
-        """Wait for the commit that is under way."""
-        if self._committing is None:
-            return
-        record, done = self._committing
-        with self._fatal():
-            done.result()
-        self._committing = None
-        self._sequence = record.sequence
-        self.rows_done = record.rows_done
-
-    @contextlib.contextmanager
-    def _fatal(self) -> Iterator[None]:
-        """After a failed write or sync the state of the page cache is unknown: never go on."""
-        if self._late is not None:
-            late, self._late = self._late, None
-            raise late
-        if self._fd < 0:
-            raise StoreError(f"the writer of {self.path} is closed; open it again to go on")
-        try:
-            yield
-        except StoreError:
-            self.close()
-            raise
-        except OSError as error:
-            rows_done = self.rows_done
-            self.close()
-            raise StoreError(
-                f"writing {self.path} failed: {error.strerror or error}; {rows_done:,} of "
-                f"{self.n_rows:,} rows are safe; make room and run the same command again"
-            ) from error
-
-
-# --------------------------------------------------------- what lies beside a file while it is made
-
-
-_PARTIAL = ".partial"
-
-
-def partial_path(path: Path) -> Path:
-    """The name of ``path`` while it is being written."""
-    return path.with_name(path.name + _PARTIAL)
-
-
-def _discard_partial(path: Path) -> None:
-    for file in (partial_path(path), _running_errors_path(path)):
-        file.unlink(missing_ok=True)
-
-
-def discard_partial(path: Path) -> None:
-    """Remove what an interrupted run left of ``path``; the lock must be ours.
-
-    Raises:
-        StoreError: The disk refused.
-    """
-    try:
-        _discard_partial(path)
-    except OSError as error:
-        raise disk_error(error, path, 0) from error
-
-
-_PARTS = ".parts"
-
-
-def parts_folder(path: Path) -> Path:
-    """Where the parts of a recording or of a run lie until they are joined."""
-    return path.with_name(path.name + _PARTS)
-
-
-def remove_parts(path: Path, *, disk: DiskIO = DISK) -> None:
-    """Remove the parts of a recording: none of them, or all at once.
-
-    Raises:
-        StoreError: The disk refused.
-    """
-    doomed = _doomed_parts(path)
-    _remove_tree(doomed)
-    if parts_folder(path).exists():
-        # Some of the parts would look like a shorter recording.
-        try:
-            disk.rename(parts_folder(path), doomed)
-        except OSError as error:
-            raise disk_error(error, path, 0) from error
-        _remove_tree(doomed)
-
-
-def _remove_tree(folder: Path) -> None:
-    """Remove a folder, or what a link leads to that was put in its place, and the link."""
-    if folder.is_symlink():
-        shutil.rmtree(folder.resolve(), ignore_errors=True)
-        folder.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _doomed_parts(path: Path) -> Path:
-    return path.with_name(f".{path.name}.parts.tmp")
-
-
-PARTS_MARK = "of.txt"
-_REPLACES = "replaces"
-_EMPTY_MARK = "empty.txt"
-PartKind = Literal["part", "shard"]
-
-
-def begin_parts(path: Path, *, of: str, n: int, kind: PartKind, replaces: bool = False) -> None:
-    """Make the folder for the parts of an extraction, or go on with it.
-
-    Several processes may begin the parts of one file at once.
-
-    Args:
-        path: The file to be.
-        of: Its id.
-        n: How many parts there are.
-        kind: ``part`` where they are ranges of rows that are known, else ``shard``.
-        replaces: Whether the file that is there is to be replaced, until all parts are made.
-
-    Raises:
-        StoreError: Parts of another run are there, or the disk refused.
-    """
-    try:
-        DISK.make_folder(path.parent)
-        with waiting_lock(parts_folder(path), work="begins the parts of the same run"):
-            require_no_parts(path, of=of, n=n)
-            if parts_id(path) not in (None, of):  # of a run that was killed before its first row
-                remove_parts(path)
-            replaces = replaces or parts_replace(path)
-            if _parts_mark(path)[:3] != [of, str(n), kind] or replaces != parts_replace(path):
-                mark = f"{of}\n{n}\n{kind}\n" + f"{_REPLACES}\n" * replaces
-                replace_file(parts_folder(path) / PARTS_MARK, mark.encode())
-    except OSError as error:
-        raise disk_error(error, path, None) from error
-
-
-def end_parts(path: Path) -> None:
-    """Take the folder for parts away if there is no part in it."""
-    if parts_id(path) is not None and not _has_parts(path):
-        remove_parts(path)
-
-
-def _has_parts(path: Path) -> bool:
-    return next(parts_folder(path).glob(f"*/{path.name}*"), None) is not None
-
-
-def parts_id(path: Path) -> str | None:
-    """The id of the extraction whose parts lie there; None of none, and of a recording."""
-    marked = _parts_mark(path)
-    return marked[0] if marked else None
-
-
-def parts_number(path: Path) -> int | None:
-    """How many parts there are to be; None where there are none, or it is not known."""
-    marked = _parts_mark(path)
-    return int(marked[1]) if len(marked) > 1 and marked[1].isdecimal() else None
-
-
-def parts_replace(path: Path) -> bool:
-    """Whether the parts that lie there are to replace a file that is there."""
-    return _REPLACES in _parts_mark(path)[3:]
-
-
-def _parts_mark(path: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        mark = parts_folder(path) / PARTS_MARK
-        return mark.read_text(encoding="utf-8", errors="replace").split("\n")
-    return []
-
-
-def part_path(path: Path, number: int) -> Path:
-    """Where a part of ``path`` lies until they are joined."""
-    return parts_folder(path) / f"{number:06d}" / path.name
-
-
-def note_empty_part(path: Path, number: int) -> None:
-    """Say that a part of ``path`` has no row, and that no file of it is missing.
-
-    Raises:
-        StoreError: The disk refused.
-    """
-    replace_file(part_path(path, number).with_name(_EMPTY_MARK), b"")
-
-
-def _is_blank(folder: Path) -> bool:
-    """Whether nothing is in a folder for parts, as where a process was killed that began them."""
-    return not (folder / PARTS_MARK).exists() and not any(one.is_dir() for one in folder.iterdir())
-
-
-def require_no_parts(path: Path, *, of: str | None = None, n: int | None = None) -> None:
-    """Raise StoreError if what lies where ``path`` is to be was not finished, and is another run.
-
-    Args:
-        path: The file to be.
-        of: Its id.
-        n: How many parts it is to be made of; 0 for none, None for any number.
-    """
-    if not parts_folder(path).is_dir() or _is_blank(parts_folder(path)):
-        return
-    is_own = of is not None and parts_id(path) == of
-    there = parts_number(path)
-    if is_own and (n is None or there in (None, n)):
-        return
-    folder = str(path.parent)
-    if parts_id(path) is not None:
-        if not _has_parts(path):
-            return
-        if is_own:
-            how = f"n_parts is {n}" if n else "this command has no n_parts"
-            raise StoreError(
-                f"{folder} holds parts of this run, of {there} in all, and {how}; go on with "
-                f"n_parts={there}, or replace them with overwrite=true"
-            )
-        raise StoreError(
-            f"{folder} holds parts of another run that was not finished; run the command of that "
-            "one again, choose another out, or replace it with overwrite=true"
-        )
-    raise StoreError(
-        f"{folder} holds a recording that was not finished; make a file of it with "
-        f"embedx.join({folder!r}), choose another out, or replace it with overwrite=true"
-    )
-
-
-def errors_path(path: Path) -> Path:
-    """Where the reasons of failed rows of ``path`` are listed, one JSON object a line."""
-    return path.with_name("errors.jsonl")
-
-
-def _append_reasons(path: Path, reasons: Sequence[Mapping[str, Any]], disk: DiskIO) -> None:
-    listing = _running_errors_path(path)
-    is_new = not listing.exists()
-    fd = open_own(listing, os.O_RDWR | os.O_CREAT)
-    try:
-        disk.write_all(fd, _reason_lines(reasons), os.fstat(fd).st_size)
-        disk.sync(fd)
-    finally:
-        os.close(fd)
-    if is_new:
-        disk.sync_folder(path.parent)
-
-
-def _reason_lines(reasons: Sequence[Mapping[str, Any]]) -> bytes:
-    """In ASCII: ids hold any character, and a line must end where it seems to."""
-    return "".join(json.dumps(reason) + "\n" for reason in reasons).encode("ascii")
-
-
-def _running_errors_path(path: Path) -> Path:
-    """The list while the file is being written: one that is to be replaced keeps its own."""
-    return errors_path(path).with_name("errors.jsonl.partial")
-
-
-def read_reasons(path: Path, *, ids: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
-    """The failed rows of the latest run: dicts of ``row``, ``id`` and ``reason``.
-
-    Args:
-        path: The file of embeddings that they are listed beside; of a ``.partial``, those of the
-            run that is writing it.
-        ids: The rows of the file that failed, with their ids: a line that says otherwise is none
-            of ours. None takes every line.
-    """
-    listing = errors_path(path)
-    is_running = path.name.endswith(_PARTIAL)
-    if is_running and (running := _running_errors_path(path)).exists():
-        listing = running
-    if not listing.is_file():
-        return []
-    reasons: dict[int, dict[str, Any]] = {}
-    for line in listing.read_bytes().split(b"\n"):
-        # A line torn by a crash is written again by the run that goes on.
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            reason = json.loads(line)
-            row, name, why = reason["row"], str(reason["id"]), str(reason["reason"])
-            is_own = ids is None or stored_texts([name]) == [ids.get(row)]
-            if type(row) is int and is_own:
-                reasons[row] = {"row": row, "id": name, "reason": why}
-    return [reasons[row] for row in sorted(reasons)]
-
-
-def create(
-    path: Path,
-    *,
-    ids: Sequence[str] | None,
-    fields: Sequence[Field],
-    attrs: Mapping[str, Any],
-    n_rows: int | None = None,
-    item_hashes: Array | None = None,
-    labels: Array | None = None,
-    label_names: Sequence[str] = (),
-    metadata: Mapping[str, Array | Sequence[str]] | None = None,
-    replace: bool = False,
-    disk: DiskIO = DISK,
-) -> Writer:
-    """Lay out a new embeddings file and return the writer that fills it.
-
-    Args:
-        path: Final name; ``<path>.partial`` appears at once, at its full size.
-        ids: n unique texts, at most 1,024 bytes each; None where they are known row by row alone,
-            and are a field ``ids`` of zero-padded UTF-8.
-        fields: The datasets to stream, at least one.
-        n_rows: n, where there are no ``ids`` to count.
-        attrs: Root attributes; ``id`` must be there and says what decides the rows.
-        item_hashes: Shape ``(n,)`` uint64, what each item was, to name those that changed.
-        labels: Shape ``(n,)``, indices into ``label_names``, -1 for none. Labels that are known
-            row by row alone are a field ``labels`` of int32.
-        label_names: Names of the labels; of a field ``labels`` they may be left out.
-        metadata: Columns of n numbers, n booleans or n texts.
-        replace: Take the place of a file that is there, once this one is complete.
-        disk: The calls to the operating system.
-
-    Returns:
-        A writer at row 0, holding the lock of ``path``.
-
-    Raises:
-        InUseError: Another process writes it, or began to meanwhile.
-        StoreError: No disk space (nothing is left behind), an unusable id, a column of another
-            length.
-    """
-    columns: dict[str, Array] = {}
-    column_attrs: dict[str, dict[str, Any]] = {}
-    if ids is not None:
-        columns["ids"] = encode_texts(ids, what="the id")
-        if not are_unique(columns["ids"]):
-            twice = Counter(columns["ids"].tolist()).most_common(1)[0][0].decode()
-            raise StoreError(f"two ids are written {twice[:60]!r}; make every id unique")
-        n_rows = len(ids)
-    assert n_rows is not None
-    given = {"item_hashes": item_hashes, "labels": labels, **(metadata or {})}
-    for name, values in given.items():
-        if values is not None and len(values) != n_rows:
-            raise StoreError(f"{name} has {len(values)} values for {n_rows} rows; give one a row")
-    if item_hashes is not None:
-        columns["item_hashes"] = np.asarray(item_hashes, dtype=np.uint64)
-    if labels is not None:
-        columns["labels"] = np.asarray(labels, dtype=np.int32)
-    if labels is not None or label_names:
-        columns["label_names"] = encode_texts(label_names, what="the label")
-    for name, column in (metadata or {}).items():
-        if isinstance(column, list) and all(isinstance(value, str) for value in column):
-            # In an array of NumPy's texts each would take four times the room of the longest.
-            array = encode_texts(column, what=f"{name}:", most_bytes=65_536)
-        else:
-            array = np.asarray(column)
-        if array.dtype.kind not in "UOSbfiu" or array.ndim != 1:
-            raise StoreError(
-                f"the column {name} has shape {array.shape} and type {array.dtype}; give numbers "
-                "or texts, one a row"
-            )
-        if array.dtype.kind in "UO":
-            array = encode_texts([str(v) for v in column], what=f"{name}:", most_bytes=65_536)
-        elif array.dtype.kind == "b":
-            array = array.astype(np.uint8)
-            column_attrs[column_name(name)] = {"type": _BOOLEAN}
-        columns[column_name(name)] = array
-    streamed = {f.name: ((n_rows, *f.shape), f.dtype) for f in fields}
-    streamed["row_crc32"] = ((n_rows,), np.dtype("<u4"))
-    streamed["status"] = ((n_rows,), np.dtype("u1"))
-    streamed["commit"] = ((2, PAGE_BYTES), np.dtype("u1"))
-    root = {
-        "format": EMBEDDINGS_FORMAT,
-        "version": FORMAT_VERSION,
-        **attrs,
-        "n_rows": n_rows,
-        "row_fields": json.dumps([f.name for f in fields]),
-    }
-    layout = {name: (column.shape, column.dtype) for name, column in columns.items()} | streamed
-    attrs_of = {**column_attrs, **{f.name: f.attrs for f in fields}}
-    skeleton, offsets = lay_out(layout, root=root, attrs=attrs_of)
-    regions = [
-        (offsets[name], math.prod(shape) * dtype.itemsize)
-        for name, (shape, dtype) in streamed.items()
-        if math.prod(shape) * dtype.itemsize
-    ]
-    regions.sort()
-
-    lock = Lock(path)
-    tmp: Path | None = None
-    made: list[Path] = []
-    try:
-        made = disk.make_folder(path.parent)
-        lock.acquire()
-        if path.exists() and not replace:
-            raise StoreError(f"{path} exists already; pass overwrite=true to replace it")
-        if partial_path(path).exists() and not replace:
-            raise InUseError(f"another process began {path} meanwhile; run again to go on with it")
-        if not replace:
-            require_no_parts(path)
-        _sweep(path)
-        run = run_bytes(str(attrs["id"]))
-        first = Record(1, 0, 0, _RUNNING, run)
-        n_bytes = skeleton.size + len(footer(0, regions))
-        fd, tmp = temporary(path)
-        try:
-            disk.allocate(fd, n_bytes)  # a full disk shows here
-            for page, data in sorted(skeleton.pages.items()):
-                disk.write_all(fd, bytes(data[: skeleton.size - page]), page)
-            for name, column in columns.items():
-                disk.write_all(fd, column, offsets[name])
-            checksum = crc_outside(fd, skeleton.size, regions)
-            disk.write_all(fd, footer(checksum, regions), skeleton.size)
-            disk.write_all(fd, first.pack(), offsets["commit"] + first.place)
-            disk.sync(fd)
-        finally:
-            os.close(fd)
-        disk.rename(tmp, partial_path(path))
-        disk.remove(_running_errors_path(path))
-        return Writer(
-            path,
-            fields=fields,
-            offsets=offsets,
-            n_rows=n_rows,
-            run=run,
-            newest=first,
-            n_failed=0,
-            lock=lock,
-            disk=disk,
-        )
-    except BaseException as error:
-        lock.release()
-        remove_quietly(*([tmp] if tmp else []), *made)  # a refused run leaves nothing behind
-        if isinstance(error, OSError):
-            raise disk_error(error, path, skeleton.size) from error
-        raise
-
-
-# What a column of uint8 says of itself that holds 0 for false and 1 for true.
-_BOOLEAN = "bool"
-
-
-def _sweep(path: Path) -> None:
-    """Remove temporary files of a process that was killed: the lock is ours."""
-    for name in (path.name, errors_path(path).name, "errors.jsonl.partial", "config.yaml"):
-        remove_quietly(*path.parent.glob(f".{name}.*.tmp"))
-    shutil.rmtree(_doomed_parts(path), ignore_errors=True)
-
-
-def resume(
-    path: Path, *, expected: Mapping[str, Any] | None = None, disk: DiskIO = DISK
-) -> Writer | None:
-    """Go on with an interrupted file, or return None where there is none.
-
-    Args:
-        path: Final name of the file.
-        expected: Root attributes that must be the same as in the file.
-        disk: The calls to the operating system.
-
-    Returns:
-        A writer at the first row that is not committed.
-
-    Raises:
-        StoreError: Another process writes it, it was begun with other settings (both values are
-            in the message), its last commit does not check, or another program wrote into it.
-    """
-    partial = partial_path(path)
-    if not partial.exists():
-        return None
-    lock = Lock(path)
-    try:
-        lock.acquire()
-        if not partial.exists():  # its owner finished while we waited for the lock
-            lock.release()
-            return None
-        with reading(partial), Skeleton(partial) as skeleton:
-            attrs = skeleton.check_embeddings()
-            if skeleton.is_as_laid_out is None:
-                raise StoreError(
-                    f"{partial} has lost the checksum of its ids and layers: another program "
-                    "opened it for writing; start anew with overwrite=true"
-                )
-            for key, value in (expected or {}).items():
-                if attrs.get(key) != value:
-                    raise StoreError(
-                        f"{partial} was begun with {key} {attrs.get(key)!r}, and this run has "
-                        f"{value!r}; use the same, or start anew with overwrite=true"
-                    )
-            fields = skeleton.fields()
-            n_rows = int(attrs["n_rows"])
-            run = run_bytes(str(attrs["id"]))
-            offsets = skeleton.offsets([*(f.name for f in fields), *BOOKKEEPING])
-            newest = newest_record(skeleton.map("commit"), n_rows=n_rows, run=run)
-            if newest is None:
-                raise StoreError(
-                    f"{partial} holds no valid commit record; start anew with overwrite=true"
-                )
-            # All of them: what is read back is quick beside what it took to make it.
-            if bad := bad_rows(skeleton.row_maps(fields), slice(0, newest.rows_done)):
-                raise StoreError(
-                    f"{partial}: row {bad[0]} does not match its checksum; start anew with "
-                    "overwrite=true"
-                )
-            status = skeleton.map("status")[: newest.rows_done]
-            failed = np.flatnonzero(status == Status.FAILED)
-            names = decoded(skeleton.map("ids")[failed])
-        _sweep(path)
-        listing = _running_errors_path(path)
-        if listing.exists():
-            own = dict(zip(failed.tolist(), names, strict=True))
-            if kept := read_reasons(partial, ids=own):
-                replace_file(listing, _reason_lines(kept), disk=disk)
-            else:
-                disk.remove(listing)
-        return Writer(
-            path,
-            fields=fields,
-            offsets=offsets,
-            n_rows=n_rows,
-            run=run,
-            newest=newest,
-            n_failed=len(failed),
-            lock=lock,
-            disk=disk,
-        )
-    except BaseException as error:
-        lock.release()
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
-            raise disk_error(error, path, PAGE_BYTES) from error
-        raise
-
-
-# --------------------------------------------------------------------------- reading
 
 
 _GRADIENT_POINT = re.compile(r":grad(_input)?(\.|$)")
@@ -895,7 +95,7 @@ class Embeddings:
             )
             if newest is None:
                 raise StoreError(f"{path} holds no valid commit record; make it anew")
-            self.complete = newest.state == _COMPLETE
+            self.complete = newest.state == COMPLETE
             self.size_bytes = skeleton.size_bytes
             self.offsets = skeleton.offsets([field.name for field in fields])
             self.n_rows = newest.rows_done
@@ -922,10 +122,7 @@ class Embeddings:
             self.metadata: dict[str, Array | list[str]] = {}
             for name in skeleton.names("metadata"):
                 column = np.array(skeleton.map(name)[done])
-                if (
-                    column.dtype == np.uint8
-                    and skeleton.dataset_attrs(name).get("type") == _BOOLEAN
-                ):
+                if column.dtype == np.uint8 and skeleton.dataset_attrs(name).get("type") == BOOLEAN:
                     column = column.astype(bool)
                 plain = plain_name(name.removeprefix("metadata/"))
                 self.metadata[plain] = decoded(column) if column.dtype.kind == "S" else column
@@ -1201,7 +398,7 @@ class PartReader:
         if newest is None:
             raise StoreError(f"{self.path} holds no valid commit record; make it anew")
         self.rows_done = newest.rows_done
-        self.is_complete = newest.state == _COMPLETE and self.path.exists()
+        self.is_complete = newest.state == COMPLETE and self.path.exists()
         return self
 
 
@@ -1253,7 +450,7 @@ class PartsFound:
         """
         path = part_path(self.path, number)
         if not path.exists():
-            is_empty = path.with_name(_EMPTY_MARK).exists()
+            is_empty = path.with_name(EMPTY_MARK).exists()
             if is_empty:
                 self.sizes[number] = 0
             return is_empty
@@ -1509,7 +706,7 @@ def _all_parts(path: Path) -> PartsFound:
         ShapeError: The rows of two parts have other shapes.
         StoreError: One is missing, damaged or of another run, or it is not known which there are.
     """
-    of, n, kind = (*_parts_mark(path), "", "", "")[:3]
+    of, n, kind = (*parts_mark(path), "", "", "")[:3]
     if kind not in ("part", "shard") or not 0 < len(n) < 8 or not n.isdecimal():
         raise StoreError(
             f"{parts_folder(path) / PARTS_MARK} does not say which parts of {path} there are to "
@@ -1534,11 +731,11 @@ def _all_parts(path: Path) -> PartsFound:
 
 def file_of_parts(where: Path) -> Path | None:
     """The file whose parts are what a path names; None where it names something else."""
-    if where.name.endswith(_PARTS) and where.is_dir():
-        path = where.with_name(where.name.removesuffix(_PARTS))
+    if where.name.endswith(PARTS) and where.is_dir():
+        path = where.with_name(where.name.removesuffix(PARTS))
         return path if parts_id(path) is not None else None
     path = where / EMBEDDINGS_NAME if where.is_dir() else where
-    is_begun = not path.exists() and parts_id(path) is not None and _has_parts(path)
+    is_begun = not path.exists() and parts_id(path) is not None and has_parts(path)
     return path if is_begun else None
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from embedx import derived, ready_made, store
+from embedx import derived, ready_made, store, unfinished
 from embedx.checks import checked, signature_of
 from embedx.derived import Projection
 from embedx.disk import sweep
@@ -338,7 +338,7 @@ def _missing(opened: Embeddings, maps: Sequence[Projection]) -> str:
     if n_failed == opened.n_rows:
         raise DataError(
             f"every row of {opened.path} failed, and there is nothing to draw; the reasons are in "
-            f"{store.errors_path(opened.path)}"
+            f"{unfinished.errors_path(opened.path)}"
         )
     if all(n == opened.n_rows - n_failed for n in unplaced.values()):
         raise DataError(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedx import derived, layout, store
+from embedx import derived, layout, store, writing
 
 Array = np.ndarray[Any, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,7 +193,7 @@ def embeddings_file(
         rows["thumbnails"] = thumbnails
     status = np.full(n, layout.Status.OK, np.uint8)
     status[list(failed)] = layout.Status.FAILED
-    writer = store.create(
+    writer = writing.create(
         folder / "embeddings.h5",
         ids=ids or [f"row-{i:04d}" for i in range(n)],
         fields=fields,

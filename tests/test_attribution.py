@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import embedx
-from embedx import array_data, data, fold, layout, models, pooling, sources, store
+from embedx import array_data, data, fold, layout, models, pooling, sources, store, unfinished
 from embedx.disk import writing_lock
 from embedx.errors import (
     ConfigError,
@@ -125,7 +125,7 @@ def stopped(model: nn.Module, out: Path, **given: Any) -> None:
         embedx.extract(
             model, Samples(22), layers="out", batch_size=4, on_error="raise", out=out, **given
         )
-    assert store.Embeddings(store.partial_path(out / "embeddings.h5")).n_rows == 20
+    assert store.Embeddings(unfinished.partial_path(out / "embeddings.h5")).n_rows == 20
 
 
 @pytest.mark.parametrize("how", ["a layer", "an attribute", "a buffer", "a parameter"])
@@ -1207,7 +1207,7 @@ def test_a_none_in_place_of_an_item_fails_its_row_alone(
     with torch.no_grad():
         wanted = model[0](data.x).numpy()  # type: ignore[index, operator]
     np.testing.assert_allclose(run.embeddings["0"][good], wanted[good], rtol=1e-5, atol=1e-6)
-    reasons = {one["reason"] for one in store.read_reasons(run.path)}
+    reasons = {one["reason"] for one in unfinished.read_reasons(run.path)}
     assert reasons == {"DataError: the Dataset gives None in its place"}
 
 

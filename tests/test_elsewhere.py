@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import embedx
-from embedx import derived, engines, matrix, methods, store
+from embedx import derived, engines, matrix, methods, unfinished
 from embedx.errors import ConfigError, DataError, InUseError
 from embedx.matrix import Matrix
 from tests.conftest import ROOT, Run, embeddings_file, sha256
@@ -258,7 +258,9 @@ def test_parts_of_other_rows_or_damaged_or_left_behind_are_not_taken(
     assert len(placed(desk)) == 11
     assert sha256(there.path) == sha256(own(out="here", overwrite=True).path)
     # It was killed when all was done but this.
-    store.begin_parts(there.path.with_name(f"{there.path.stem}.places"), of="x", n=3, kind="part")
+    unfinished.begin_parts(
+        there.path.with_name(f"{there.path.stem}.places"), of="x", n=3, kind="part"
+    )
     own(out="there", engine=two())
     assert [path.name for path in (desk / "there").iterdir()] == [there.path.name]
 
@@ -317,7 +319,7 @@ def test_an_engine_that_has_nothing_to_do_or_cannot_be_told_what_is_one_line(des
 
 def test_parts_of_a_map_go_with_the_embeddings_that_they_are_of(desk: Path) -> None:
     parts = desk / "run" / "projections" / "pca-123456.places.parts"
-    store.begin_parts(parts.with_suffix(""), of="x", n=2, kind="part")
+    unfinished.begin_parts(parts.with_suffix(""), of="x", n=2, kind="part")
     mine = parts.with_name("mine.parts")
     mine.mkdir()
     derived.remove_derived(desk / "run", "one")

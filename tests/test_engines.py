@@ -20,7 +20,7 @@ import pytest
 from torch import nn
 
 import embedx
-from embedx import engines, layout, parts, store
+from embedx import engines, layout, parts, store, unfinished, writing
 from embedx.errors import ConfigError, DataError, DependencyError
 from embedx.parts import Task
 from tests.conftest import EXHAUSTIVE, ROOT, Run, sha256
@@ -331,10 +331,10 @@ def test_workers_that_are_killed_or_out_of_disk_and_a_driver_that_is_stopped_los
     assert "File too large" in done.stdout
     assert "Traceback" not in done.stderr
     final = desk / "outputs" / "run" / "embeddings.h5"
-    parts = [store.part_path(final, number) for number in range(5)]
+    parts = [unfinished.part_path(final, number) for number in range(5)]
     assert [part.exists() for part in parts] == [True] * 4 + [False]
     kept = [part.stat().st_mtime_ns for part in parts[:4]]
-    rows = store.open(store.partial_path(parts[4])).n_rows
+    rows = store.open(unfinished.partial_path(parts[4])).n_rows
     assert 0 < rows < 24
     # The driver is stopped, and goes on with what is missing.
     command = [sys.executable, "-m", "embedx", *EXTRACT, *engine]
@@ -565,7 +565,7 @@ def test_a_driver_knows_how_far_parts_are_without_opening_them_again(tmp_path: P
     reader = store.PartReader(path)
     assert (reader.read().rows_done, reader.is_complete, reader.attrs) == (0, False, {})
     field = layout.embeddings_field("a", n_features=2, dtype=np.dtype("f4"), attrs={"layer": "a"})
-    writer = store.create(path, ids=list("abcd"), fields=[field], attrs={"id": "x"})
+    writer = writing.create(path, ids=list("abcd"), fields=[field], attrs={"id": "x"})
     for n in (1, 2):
         rows = {field.name: np.zeros((1, 2), np.float32)}
         writer.append(rows, status=np.ones(1, np.uint8))

@@ -19,7 +19,7 @@ from PIL import Image, ImageFile
 from torch import Tensor, nn
 
 import embedx
-from embedx import data, inputs, layout, models, plans, store
+from embedx import data, inputs, layout, models, plans, store, unfinished, writing
 from embedx.errors import ConfigError, DataError, LayerError, ModelError, ShapeError, StoreError
 from embedx.models import Model, Preprocess
 from embedx.pictures import decode_image, thumbnail
@@ -157,7 +157,7 @@ def test_a_bad_picture_fails_its_own_row_and_the_others_stay_exact(
     good = sorted(set(range(12)) - bad)
     assert relative_error(rows[good], pooled[good]) < 1e-5
     assert got.outputs["predicted"][sorted(bad)].tolist() == [-1] * len(bad)
-    reasons = store.read_reasons(got.path)
+    reasons = unfinished.read_reasons(got.path)
     assert [r["id"] for r in reasons] == [got.ids[i] for i in sorted(bad)]
     assert all(r["reason"] and str(photos) not in r["reason"] for r in reasons)
     assert got.verify() == []
@@ -185,7 +185,7 @@ def test_every_kind_of_bad_picture_fails_with_its_reason_and_every_good_kind_is_
     (zoo / "huge.pgm").write_bytes(b"P5 20000 20000 255\n")
     (zoo / "gone.png").symlink_to(zoo / "nowhere.png")
     got = embedx.extract(resnet, zoo, batch_size=4, out=tmp_path / "run")
-    failed = {reason["id"]: reason["reason"] for reason in store.read_reasons(got.path)}
+    failed = {reason["id"]: reason["reason"] for reason in unfinished.read_reasons(got.path)}
     assert set(failed) == {*bad, "float.tif", "huge.pgm", "gone.png"}
     assert "does not state its range" in failed["float.tif"]
     assert "shrink it" in failed["huge.pgm"]
@@ -250,10 +250,10 @@ def stop_halfway(
     """Leave a file with the rows of the first two batches."""
     PASSES_LEFT[0] = 3
     with monkeypatch.context() as patch:
-        patch.setattr(store, "COMMIT_S", 0.0)
+        patch.setattr(writing, "COMMIT_S", 0.0)
         with pytest.raises(ModelError, match="RuntimeError: stopped"):
             embedx.extract(model, data_, out=out, **options)
-    assert store.Embeddings(store.partial_path(out / "embeddings.h5")).n_rows > 0
+    assert store.Embeddings(unfinished.partial_path(out / "embeddings.h5")).n_rows > 0
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -940,7 +940,7 @@ def test_a_source_whose_read_gives_a_label_without_a_name_or_a_masked_array_fail
     )
     run = embedx.extract(Stoppable(3), source, layers="body", out=tmp_path)
     assert run.ok.tolist() == [True, False, False, False]
-    reasons = [reason["reason"] for reason in store.read_reasons(run.path)]
+    reasons = [reason["reason"] for reason in unfinished.read_reasons(run.path)]
     for reason, why in zip(
         reasons, ("its label 2 is past the 2", "a masked array", "its label is 0.7"), strict=True
     ):
@@ -991,7 +991,8 @@ def test_a_picture_that_is_replaced_during_the_run_is_a_failed_row(
         out=tmp_path / "run",
     )  # fmt: skip
     assert np.flatnonzero(~run.ok).tolist() == [11]
-    assert "it was changed after the run had listed it" in store.read_reasons(run.path)[0]["reason"]
+    (failed,) = unfinished.read_reasons(run.path)
+    assert "it was changed after the run had listed it" in failed["reason"]
 
 
 MANY = """
@@ -1218,7 +1219,7 @@ def test_values_that_are_not_finite_fail_their_row(tmp_path: Path) -> None:
     assert np.flatnonzero(~got.ok).tolist() == [2, 4]
     assert got.embeddings["0"].dtype == np.float16
     np.testing.assert_array_equal(got.embeddings["0"][0], 4)
-    assert [r["reason"] for r in store.read_reasons(got.path)] == ["NaN or Inf in 0"] * 2
+    assert [r["reason"] for r in unfinished.read_reasons(got.path)] == ["NaN or Inf in 0"] * 2
 
 
 class Tiny(nn.Module):
@@ -1535,7 +1536,7 @@ def test_an_overwriting_run_that_fails_leaves_the_lists_of_the_old_run(
 def test_overwriting_does_not_take_a_running_writers_file(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
     whole = embedx.extract(Shifty(), x, out=tmp_path / "a")
-    writer = store.create(
+    writer = writing.create(
         tmp_path / "b" / "embeddings.h5",
         ids=whole.ids,
         fields=[layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
@@ -1573,12 +1574,12 @@ def test_a_model_that_draws_random_numbers_draws_the_same_for_a_batch_when_resum
     model = Noisy()
     whole = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "a")
     PASSES_LEFT[0] = 3
-    commit_s, store.COMMIT_S = store.COMMIT_S, 0.0
+    commit_s, writing.COMMIT_S = writing.COMMIT_S, 0.0
     try:
         with pytest.raises(ModelError, match="RuntimeError: stopped"):
             embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "b")
     finally:
-        store.COMMIT_S = commit_s
+        writing.COMMIT_S = commit_s
     again = embedx.extract(model, x, layers="a", batch_size=3, out=tmp_path / "b")
     assert sha256(whole.path) == sha256(again.path)
 
@@ -1711,7 +1712,7 @@ def test_a_run_stopped_by_a_signal_ends_with_the_same_bytes_as_one_that_was_not(
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    partial = store.partial_path(tmp_path / "outputs" / "stopped" / "embeddings.h5")
+    partial = unfinished.partial_path(tmp_path / "outputs" / "stopped" / "embeddings.h5")
     deadline = time.monotonic() + 60
     kept = 0
     while kept == 0 and time.monotonic() < deadline:
@@ -2036,7 +2037,7 @@ def test_items_that_are_no_dense_tensors_fail_their_rows_and_arrays_of_any_layou
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 2)).eval()
     run = embedx.extract(model, items, layers="0", batch_size=3, num_workers=workers, out=tmp_path)
     kinds = ["sparse", "without values (on meta)"]
-    assert [one["reason"] for one in store.read_reasons(run.path)] == [
+    assert [one["reason"] for one in unfinished.read_reasons(run.path)] == [
         f"DataError: it is a tensor that is {kind}; give a dense one" for kind in kinds
     ]
     wanted = x.numpy().copy()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from embedx import follow as module
-from embedx import layout, store
+from embedx import layout, writing
 from embedx.errors import StoreError
 from embedx.follow import WIDE, follow
 from embedx.layout import Field
@@ -23,7 +23,7 @@ COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def writer(path: Path, n: int = 90) -> Any:
-    return store.create(
+    return writing.create(
         path,
         ids=[f"row-{i}" for i in range(n)],
         fields=[Field("embeddings/pool", (4,), np.dtype(np.float32))],

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import embedx
-from embedx import models, store, table_data
+from embedx import models, table_data, writing
 from embedx.errors import LayerError, StoreError
 from tests.test_hooks import n_hooks, network
 
@@ -391,16 +391,16 @@ def test_a_row_without_a_label_has_no_loss(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def cut_after(rows: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ctrl-C when so many rows of an extraction are committed."""
-    append = store.Writer.append
+    append = writing.Writer.append
 
-    def cut(self: store.Writer, *args: Any, **kwargs: Any) -> None:
+    def cut(self: writing.Writer, *args: Any, **kwargs: Any) -> None:
         append(self, *args, **kwargs)
         self.commit()
         if self.rows_done >= rows:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(store.Writer, "append", cut)
+        patched.setattr(writing.Writer, "append", cut)
         yield
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import embedx
-from embedx import derived, inputs, layout, models, runs, store
+from embedx import derived, inputs, layout, models, runs, store, unfinished, writing
 from embedx.disk import writing_lock
 from embedx.errors import ConfigError, DataError, Interrupted, InUseError, ShapeError, StoreError
 from embedx.inputs import WINDOW_BATCHES
@@ -109,7 +109,7 @@ def test_parts_in_any_order_are_the_file_of_one_go(
     run = extract(tmp_path / "run", x, n_parts=n_parts, save_outputs=True)
     assert np.isfinite(run.embeddings["last"]).sum() == (N - len(bad)) * 3
     assert files(tmp_path / "run") == files(tmp_path / "whole")
-    listed = store.read_reasons(run.path)
+    listed = unfinished.read_reasons(run.path)
     assert [one["row"] for one in listed] == list(bad)
 
 
@@ -129,7 +129,7 @@ def test_pictures_that_cannot_be_read_and_augmentations_are_those_of_their_rows(
         embedx.extract(net, photos, out=tmp_path / "run", n_parts=3, part=part, **given)
     embedx.extract(net, photos, out=tmp_path / "run", n_parts=3, num_workers=1, **given)
     assert files(tmp_path / "run") == files(tmp_path / "whole")
-    assert len(store.read_reasons(tmp_path / "run" / "embeddings.h5")) == 2
+    assert len(unfinished.read_reasons(tmp_path / "run" / "embeddings.h5")) == 2
 
 
 def test_texts_are_cut_at_whole_windows(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def same(parts: Embeddings, whole: Embeddings) -> None:
     assert (parts.thumbnails is None) == (whole.thumbnails is None)
     np.testing.assert_array_equal(parts.checksums(), whole.checksums())
     assert parts.verify() == []
-    assert parts.reasons() == whole.reasons() == store.read_reasons(whole.path)
+    assert parts.reasons() == whole.reasons() == unfinished.read_reasons(whole.path)
 
 
 @pytest.mark.parametrize("bad", [(), (3, 17, 40)], ids=len)
@@ -192,7 +192,7 @@ def test_finished_parts_open_as_the_file_of_one_go(
     for part in range(n_parts):
         extract(tmp_path / "run", x, n_parts=n_parts, part=part, save_outputs=True)
     final = tmp_path / "run" / "embeddings.h5"
-    for where in (tmp_path / "run", final, store.parts_folder(final)):
+    for where in (tmp_path / "run", final, unfinished.parts_folder(final)):
         parts = embedx.open(where)
         same(parts, whole)
         assert parts.path == final
@@ -263,10 +263,10 @@ def test_a_part_that_cannot_be_opened_is_named_with_how_to_make_it(tmp_path: Pat
     missing = r"is not joined yet, 2 of 4 parts are there: part 1 of 4 is "
     with pytest.raises(StoreError, match=missing + "missing, as is 1 more" + mend):
         embedx.open(run)
-    begun = store.part_path(final, 1)
+    begun = unfinished.part_path(final, 1)
     begun.parent.mkdir()
     whole = begun.with_name(begun.name + ".partial")
-    shutil.copy(store.part_path(final, 0), whole)
+    shutil.copy(unfinished.part_path(final, 0), whole)
     with pytest.raises(StoreError, match=missing + "not finished, it has 8 of 8 rows"):
         derived.describe(run)
     whole.unlink()
@@ -275,7 +275,7 @@ def test_a_part_that_cannot_be_opened_is_named_with_how_to_make_it(tmp_path: Pat
     assert embedx.open(run).n_rows == N
 
     def refused(message: str) -> None:
-        for name in (run, store.parts_folder(final)):
+        for name in (run, unfinished.parts_folder(final)):
             with pytest.raises((StoreError, ShapeError), match=message) as caught:
                 embedx.open(name)
             assert "\n" not in str(caught.value)
@@ -283,15 +283,15 @@ def test_a_part_that_cannot_be_opened_is_named_with_how_to_make_it(tmp_path: Pat
     data = begun.read_bytes()
     begun.write_bytes(data[: len(data) // 2])
     refused(r"part 1 of 4 cannot be read: .*may be truncated.*; remove .*000001 and run again, wh")
-    shutil.copy(store.part_path(final, 2), begun)
+    shutil.copy(unfinished.part_path(final, 2), begun)
     refused(r"000001/embeddings\.h5 is not part 1 of 4 of this run, it has other rows; remove .*01")
     for given in ({"dtype": "float16"}, {"x": array((1,))}):
         extract(tmp_path / "other", n_parts=4, part=1, **given)
-        shutil.move(store.part_path(tmp_path / "other" / "embeddings.h5", 1), begun)
+        shutil.move(unfinished.part_path(tmp_path / "other" / "embeddings.h5", 1), begun)
         shutil.rmtree(tmp_path / "other")
         refused(r"000001/embeddings\.h5 is not part 1 of 4 of this run")
     begun.write_bytes(data)
-    mark = store.parts_folder(final) / "of.txt"
+    mark = unfinished.parts_folder(final) / "of.txt"
     written = mark.read_text()
     for text in ("", "\n\n\n", written.replace("part", "parts"), written.replace("4", "four", 1)):
         mark.write_text(text)
@@ -329,7 +329,7 @@ def test_rows_are_read_from_the_parts_that_have_them(
     assert not opened
     for which in (5, slice(4, 8), [6, 4], np.arange(N) == 7):
         rows[which]
-    assert opened == [store.part_path(tmp_path / "embeddings.h5", 1)]
+    assert opened == [unfinished.part_path(tmp_path / "embeddings.h5", 1)]
     rows[[3, 4]]
     assert len(set(opened)) == 2
 
@@ -415,7 +415,7 @@ def test_a_part_that_is_damaged_or_of_another_run_is_named(tmp_path: Path) -> No
             extract(run, n_parts=n_parts, part=part, **given)
 
     begun(1)
-    part = store.part_path(final, 1)
+    part = unfinished.part_path(final, 1)
     data = bytearray(part.read_bytes())
     at = data.find(np.asarray(whole.embeddings["last"][20]).tobytes())
     assert at > 0
@@ -428,7 +428,7 @@ def test_a_part_that_is_damaged_or_of_another_run_is_named(tmp_path: Path) -> No
     part.write_bytes(data[: len(data) // 2])
     with pytest.raises(StoreError, match=r"part 1 of 3 cannot be read: .*000001.*; remove .*01 an"):
         extract(run, n_parts=3)
-    shutil.copytree(store.part_path(final, 2).parent, part.parent, dirs_exist_ok=True)
+    shutil.copytree(unfinished.part_path(final, 2).parent, part.parent, dirs_exist_ok=True)
     with pytest.raises(
         StoreError, match=r"000001/embeddings\.h5 is not part 1 of 3 of this run, it"
     ):
@@ -448,7 +448,7 @@ def test_a_part_that_is_damaged_or_of_another_run_is_named(tmp_path: Path) -> No
         part_of = {"part": 1} if given.get("n_parts", 3) else {}
         with pytest.raises(StoreError, match=message):
             extract(run, **{"n_parts": 3, **given, **part_of})
-    assert embedx.open(store.part_path(final, 0)).n_rows == 12
+    assert embedx.open(unfinished.part_path(final, 0)).n_rows == 12
     assert sha256(extract(run, overwrite=True).path) == sha256(whole.path)
     assert files(run) == files(tmp_path / "whole")
 
@@ -526,7 +526,7 @@ def test_parts_made_by_others_are_told_apart(
 def test_a_part_that_another_process_makes_is_refused(tmp_path: Path) -> None:
     extract(tmp_path, n_parts=3, part=1)
     with (
-        writing_lock(store.part_path(tmp_path / "embeddings.h5", 2)),
+        writing_lock(unfinished.part_path(tmp_path / "embeddings.h5", 2)),
         pytest.raises(InUseError, match=r"000002/embeddings\.h5 is being written by"),
     ):
         extract(tmp_path, n_parts=3, part=2)
@@ -553,7 +553,7 @@ def test_a_run_killed_while_it_joins_has_lost_nothing(
     for place, name in (
         (runs, "append_parts"),
         (runs, "replace_file"),
-        (store, "remove_parts"),
+        (unfinished, "remove_parts"),
     ):
         run = tmp_path / name
         extract(run, n_parts=3, part=0)
@@ -580,7 +580,7 @@ def test_a_join_that_was_killed_amid_a_batch_is_not_gone_on_with_in_one_go(
     for part in range(3):
         extract(tmp_path / "run", n_parts=3, part=part)
 
-    def killed(writer: store.Writer, parts: Any) -> None:
+    def killed(writer: writing.Writer, parts: Any) -> None:
         first = next(iter(parts))
         rows = {field.name: np.array(first.streamed[field.name][:6]) for field in writer.fields}
         writer.append(rows, status=first.status[:6])
@@ -612,7 +612,7 @@ def test_reasons_are_those_of_the_file_also_while_another_takes_its_place(tmp_pa
     with stopped_after(3), pytest.raises(Interrupted):
         extract(tmp_path, array(bad=(3,)), overwrite=True)
     assert [one["row"] for one in run.reasons()] == [3, 5]
-    begun = embedx.open(store.partial_path(run.path))
+    begun = embedx.open(unfinished.partial_path(run.path))
     assert [one["row"] for one in begun.reasons()] == [3]
 
 
@@ -651,7 +651,7 @@ def test_what_was_made_of_some_rows_is_not_left_for_that_of_all(tmp_path: Path) 
 def test_a_run_begun_in_one_go_is_not_begun_again_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store.Writer, "finish", lambda _: 1 / 0)
+    monkeypatch.setattr(writing.Writer, "finish", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         extract(tmp_path)
     monkeypatch.undo()
@@ -713,7 +713,7 @@ def test_parts_killed_in_the_middle_go_on_where_they_were(tmp_path: Path) -> Non
         process = subprocess.Popen(
             [*command, str(tmp_path / "run")], cwd=root, stderr=subprocess.PIPE, text=True
         )
-        part = store.partial_path(store.part_path(tmp_path / "run" / "embeddings.h5", 1))
+        part = unfinished.partial_path(unfinished.part_path(tmp_path / "run" / "embeddings.h5", 1))
         ends = time.monotonic() + 60
         while not part.exists() and process.poll() is None and time.monotonic() < ends:
             time.sleep(0.01)
@@ -773,9 +773,9 @@ class Flaky(Dataset[Any]):
 @contextlib.contextmanager
 def stopped_after(batches: int) -> Iterator[None]:
     """SIGTERM when so many batches are written."""
-    append, n = store.Writer.append, 0
+    append, n = writing.Writer.append, 0
 
-    def stop(self: store.Writer, *args: Any, **kwargs: Any) -> None:
+    def stop(self: writing.Writer, *args: Any, **kwargs: Any) -> None:
         nonlocal n
         append(self, *args, **kwargs)
         n += 1
@@ -783,7 +783,7 @@ def stopped_after(batches: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store.Writer, "append", stop)
+        patch.setattr(writing.Writer, "append", stop)
         yield
 
 
@@ -820,7 +820,7 @@ def test_a_stopped_run_that_overwrites_goes_on_and_the_old_file_is_not_taken_for
     found = run(tmp_path / "run", n_parts=3)
     assert made == [12, 28]  # the first part was kept
     assert found.path.read_bytes() == whole.path.read_bytes()
-    assert not store.parts_folder(found.path).exists()
+    assert not unfinished.parts_folder(found.path).exists()
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -839,7 +839,7 @@ def test_a_stopped_run_in_one_go_that_overwrites_parts_goes_on(same: bool, tmp_p
         run(tmp_path / "run", overwrite=True)
     found = run(tmp_path / "run")
     assert found.path.read_bytes() == whole.path.read_bytes()
-    assert not store.parts_folder(found.path).exists()
+    assert not unfinished.parts_folder(found.path).exists()
 
 
 @pytest.mark.parametrize("given", [{"part": 1}, {}])
@@ -852,7 +852,7 @@ def test_a_part_that_is_made_again_takes_what_was_made_of_it_away(
     assert made.path.exists()
     extract(tmp_path, n_parts=3, part=1)  # it is there
     assert made.path.exists()
-    shutil.rmtree(store.part_path(tmp_path / "embeddings.h5", 1).parent)
+    shutil.rmtree(unfinished.part_path(tmp_path / "embeddings.h5", 1).parent)
     extract(tmp_path, n_parts=3, **given)
     assert not made.path.exists()
 
@@ -861,7 +861,7 @@ def test_a_part_that_is_made_again_takes_what_was_made_of_it_away(
 def test_a_run_that_was_killed_as_it_began_its_parts_begins_again(
     given: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = store.parts_folder(tmp_path / "embeddings.h5")
+    folder = unfinished.parts_folder(tmp_path / "embeddings.h5")
     folder.mkdir(parents=True)
     (folder / ".of.txt.abcd1234.tmp").touch()
     extract(tmp_path, **given)
@@ -873,13 +873,13 @@ def test_a_folder_of_parts_that_is_a_link_is_emptied_and_the_next_run_joins(tmp_
     (tmp_path / "run").mkdir()
     for name in ("far", "farther"):
         (tmp_path / name).mkdir()
-        store.parts_folder(tmp_path / "run" / "embeddings.h5").symlink_to(tmp_path / name)
+        unfinished.parts_folder(tmp_path / "run" / "embeddings.h5").symlink_to(tmp_path / name)
         for given in ({"part": 0}, {}):
             if not given or name == "far":
                 run = extract(tmp_path / "run", n_parts=3, overwrite=name != "far", **given)
         assert run.path.read_bytes() == whole.path.read_bytes()
         assert not list(tmp_path.glob(f"{name}/*"))
-        assert not os.path.lexists(store.parts_folder(run.path))
+        assert not os.path.lexists(unfinished.parts_folder(run.path))
 
 
 ANOTHER = """

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn.manifold import trustworthiness
 
-from embedx import derived, layout, store
+from embedx import derived, layout, store, writing
 from embedx.compare import compare
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.evaluate import evaluate
@@ -490,7 +490,7 @@ def test_unfinished_or_missing_embeddings_are_refused_in_one_line(tmp_path: Path
     with pytest.raises(StoreError, match=r"there is no .*; make it with: python -m embedx extract"):
         project(tmp_path, method="pca")
     field = layout.embeddings_field("avgpool", n_features=2, dtype=np.dtype("f4"), attrs={})
-    writer = store.create(
+    writer = writing.create(
         tmp_path / "embeddings.h5", ids=["a", "b"], fields=[field], attrs={"id": "x"}
     )
     writer.close()

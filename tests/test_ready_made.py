@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 import embedx
-from embedx import ready_made, store
+from embedx import ready_made, store, unfinished
 from embedx.errors import DataError, StoreError
 from embedx.ready_made import opened
 
@@ -96,7 +96,7 @@ def test_a_row_that_is_not_finite_or_has_no_numbers_fails_alone(here: Path) -> N
     run = opened(write_parquet("x.parquet", {"x": lists}, row_group_size=4))
     assert np.flatnonzero(~run.ok).tolist() == [0, 2, 4, 6]
     np.testing.assert_array_equal(run.rows()[1][run.ok], ROWS[run.ok])
-    whys = [one["reason"] for one in store.read_reasons(run.path)]
+    whys = [one["reason"] for one in unfinished.read_reasons(run.path)]
     assert ["no numbers" in whys[0], "has 1 numbers" in whys[1]] == [True, True]
     assert projected(run) == [1, 3, 5, *range(7, 60)]
 
@@ -190,14 +190,14 @@ def test_a_file_in_which_the_rows_are_not_clear_is_refused(here: Path) -> None:
 
 KILLED = """
 import os, sys
-from embedx import ready_made, store
-append = store.Writer.append
+from embedx import ready_made, writing
+append = writing.Writer.append
 def once(self, *args, **kwargs):
     if self._written:
         os.kill(os.getpid(), 9)
     append(self, *args, **kwargs)
     self.commit()
-store.Writer.append = once
+writing.Writer.append = once
 ready_made._BLOCK_BYTES = 700
 ready_made.opened("x.npy")
 """
@@ -250,7 +250,7 @@ def test_a_copy_that_was_killed_goes_on_to_the_same_bytes(here: Path) -> None:
     expected.unlink()
     killed = subprocess.run([sys.executable, "-c", KILLED], env={**os.environ}, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert store.Embeddings(store.partial_path(expected)).n_rows == 21
+    assert store.Embeddings(unfinished.partial_path(expected)).n_rows == 21
     assert opened("x.npy").path.read_bytes() == content
 
 

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import embedx
-from embedx import layout, store
+from embedx import layout, store, unfinished, writing
 from embedx.errors import ConfigError, DataError, InUseError, LayerError, ShapeError, StoreError
 from embedx.record import Recorder
 
@@ -89,7 +89,7 @@ def test_a_training_loop_is_recorded_epoch_by_epoch_as_it_ran(tmp_path: Path) ->
     np.testing.assert_allclose(run.metadata["loss"], [losses[i] for i in run.ids], rtol=1e-6)
     assert run.verify() == []
     assert run.ok.all()
-    assert not store.parts_folder(run.path).exists()
+    assert not unfinished.parts_folder(run.path).exists()
     assert all(not child._forward_hooks for child in model.modules())
     # It is a run like any other.
     assert embedx.project(run, method="pca", layer="0").coords.shape == (3 * N, 2)
@@ -186,7 +186,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 6)).eval()
 x = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
 sys.modules[embedx.record.__module__].PART_ROWS = 64
-embedx.store.COMMIT_S = 0
+from embedx import writing
+writing.COMMIT_S = 0
 with torch.no_grad(), embedx.record(model, "0", sys.argv[1]) as recorder:
     for rows in torch.arange(1000).split(7):
         model(x[rows])
@@ -380,7 +381,7 @@ def test_rows_that_are_not_finite_are_failed_rows_with_their_reason(tmp_path: Pa
     run = embedx.open(tmp_path)
     assert np.flatnonzero(~run.ok).tolist() == [3, 17]
     assert np.isnan(run.embeddings["0"][[3, 17]]).all()
-    assert store.read_reasons(run.path) == [
+    assert unfinished.read_reasons(run.path) == [
         {"row": 3, "id": "s3", "reason": "NaN or Inf in 0"},
         {"row": 17, "id": "s17", "reason": "NaN or Inf in 0"},
     ]
@@ -393,7 +394,7 @@ def test_a_missing_or_damaged_part_is_named(tmp_path: Path) -> None:
         model(X[rows])
         recorder.batch()
     recorder.close()
-    first = store.parts_folder(tmp_path / "embeddings.h5") / "00000" / "embeddings.h5"
+    first = unfinished.parts_folder(tmp_path / "embeddings.h5") / "00000" / "embeddings.h5"
     whole = first.read_bytes()
     first.unlink()
     with pytest.raises(
@@ -419,7 +420,7 @@ def test_parts_of_two_recordings_are_not_joined(tmp_path: Path) -> None:
         recorder._got._module(X)
         recorder.batch()
         recorder.close()
-        parts.append(store.parts_folder(tmp_path / name / "embeddings.h5"))
+        parts.append(unfinished.parts_folder(tmp_path / name / "embeddings.h5"))
     shutil.rmtree(parts[0] / "00001")
     shutil.copytree(parts[1] / "00001", parts[0] / "00001")
     with pytest.raises(StoreError, match=r"00001/.* is a part of another recording than .*00000/"):
@@ -485,7 +486,8 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 6)).eval()
 x = torch.randn(23, 4, generator=torch.Generator().manual_seed(1))
-embedx.store.COMMIT_S = 0.2
+from embedx import writing
+writing.COMMIT_S = 0.2
 recorder = embedx.record(model, "0", sys.argv[1])
 with torch.no_grad():
     for rows in torch.arange(23).split(5):
@@ -578,8 +580,8 @@ def test_a_forked_process_records_with_a_recorder_of_before_and_where_its_parent
 
 
 def test_a_recording_without_rows_is_not_joined_and_not_in_the_way(tmp_path: Path) -> None:
-    part = store.create(
-        store.parts_folder(tmp_path / "embeddings.h5") / "00000" / "embeddings.h5",
+    part = writing.create(
+        unfinished.parts_folder(tmp_path / "embeddings.h5") / "00000" / "embeddings.h5",
         ids=None,
         n_rows=8,
         fields=[
@@ -600,9 +602,9 @@ class Interrupting:
 
     def __init__(self, k: int, error: BaseException, *, late: bool) -> None:
         self.left, self.error, self.late = k, error, late
-        self.real = store.Writer.append
+        self.real = writing.Writer.append
 
-    def __get__(self, writer: store.Writer, _: object) -> Callable[..., None]:
+    def __get__(self, writer: writing.Writer, _: object) -> Callable[..., None]:
         def append(*args: object, **given: object) -> None:
             self.left -= 1
             if self.left == 0 and not self.late:
@@ -620,7 +622,7 @@ class Interrupting:
 def test_an_error_within_batch_ends_the_recording_whatever_the_loop_makes_of_it(
     error: BaseException, late: bool, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store.Writer, "append", Interrupting(k, error, late=late))
+    monkeypatch.setattr(writing.Writer, "append", Interrupting(k, error, late=late))
     model, caught = network(), []
     recorder = embedx.record(model, "0", tmp_path)
     with torch.no_grad():
@@ -1166,11 +1168,11 @@ def extracted(out: Path, **options: object) -> store.Embeddings:
 
 def extraction_stopped(out: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> Path:
     with monkeypatch.context() as patch:
-        patch.setattr(store, "COMMIT_S", 0)
-        patch.setattr(store.Writer, "append", Interrupting(4, KeyboardInterrupt(), late=False))
+        patch.setattr(writing, "COMMIT_S", 0)
+        patch.setattr(writing.Writer, "append", Interrupting(4, KeyboardInterrupt(), late=False))
         with pytest.raises(KeyboardInterrupt):
             extracted(out, **options)
-    partial = store.partial_path(out / "embeddings.h5")
+    partial = unfinished.partial_path(out / "embeddings.h5")
     assert 0 < store.Embeddings(partial).n_rows < N
     return partial
 
@@ -1229,7 +1231,7 @@ def test_joining_replaces_nothing_that_came_after_the_recording(
     for name, come in {"whole": extracted, "part": extraction_stopped}.items():
         out = tmp_path / name
         begun(out)
-        parts = store.parts_folder(out / "embeddings.h5")
+        parts = unfinished.parts_folder(out / "embeddings.h5")
         parts.rename(tmp_path / "aside")
         come(out, *([monkeypatch] if name == "part" else []))  # type: ignore[operator]
         before = {file.name: file.read_bytes() for file in out.iterdir()}
@@ -1257,7 +1259,7 @@ def test_joining_that_is_killed_while_it_removes_the_parts_leaves_no_shorter_rec
         model(X[rows])
         recorder.batch(ids=rows)
     recorder.close()
-    parts = store.parts_folder(tmp_path / "embeddings.h5")
+    parts = unfinished.parts_folder(tmp_path / "embeddings.h5")
     shutil.copytree(parts, tmp_path / "copy")
     real = shutil.rmtree
 
@@ -1285,26 +1287,26 @@ def test_an_extraction_that_was_to_overwrite_begins_anew_and_goes_on_where_it_is
 ) -> None:
     extraction_stopped(tmp_path, monkeypatch)
     appended = []
-    real = store.Writer.append
+    real = writing.Writer.append
 
-    def note(self: store.Writer, rows: object, **given: object) -> None:
+    def note(self: writing.Writer, rows: object, **given: object) -> None:
         appended.append(len(given["status"]))  # type: ignore[arg-type]
         real(self, rows, **given)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.Writer, "append", note)
+        patch.setattr(writing.Writer, "append", note)
         extracted(tmp_path, overwrite=True)
         assert sum(appended) == N  # none was taken from what was begun before
         whole = (tmp_path / "embeddings.h5").read_bytes()
         appended.clear()
         extraction_stopped(tmp_path, monkeypatch, overwrite=True)
         assert (tmp_path / "embeddings.h5").read_bytes() == whole
-        patch.setattr(store.Writer, "append", note)
+        patch.setattr(writing.Writer, "append", note)
         appended.clear()
         extracted(tmp_path)
         assert 0 < sum(appended) < N
     assert (tmp_path / "embeddings.h5").read_bytes() == whole
-    assert not store.partial_path(tmp_path / "embeddings.h5").exists()
+    assert not unfinished.partial_path(tmp_path / "embeddings.h5").exists()
 
 
 def test_two_classes_of_one_name_in_a_loop_are_two(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embedx import derived, report, store
+from embedx import derived, report, store, unfinished
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.export import export
 from embedx.figures import PALETTE
@@ -400,7 +400,7 @@ def test_an_absolute_path_in_a_reason_keeps_its_last_part(told: str, shown: str 
 def test_reasons_in_a_report_name_no_folder_of_the_machine(tmp_path: Path) -> None:
     path = make_run(tmp_path, failed=(7,))
     reason = {"row": 7, "id": "row-0007", "reason": "ValueError: cannot read /home/alice/x/7.jpg"}
-    store.errors_path(path).write_text(json.dumps(reason) + "\n")
+    unfinished.errors_path(path).write_text(json.dumps(reason) + "\n")
     assert held(written(path))["failed"] == [["row-0007", "ValueError: cannot read .../7.jpg"]]
 
 

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 import embedx
-from embedx import store
+from embedx import unfinished
 from embedx.array_data import array
 from embedx.data import folder
 from embedx.errors import DataError
@@ -251,7 +251,7 @@ def test_a_broken_picture_fails_alone_and_the_others_stay_what_they_are(
     order = list(kind.order)
     assert [order[row] for row in np.flatnonzero(~run.ok)] == [i for i in order if i in (3, 7)]
     assert pictures_of(run) == [i for i in order if i not in (3, 7)]
-    assert len(store.read_reasons(run.path)) == 2
+    assert len(unfinished.read_reasons(run.path)) == 2
     assert run.label_texts() == [label(i) for i in order]
 
 

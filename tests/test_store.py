@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embedx import derived, layout, store
+from embedx import derived, layout, store, unfinished, writing
 from embedx.disk import DiskIO
 from embedx.errors import InUseError, StoreError
 from embedx.layout import Field, Status
@@ -50,8 +50,8 @@ def all_rows(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def create(path: Path, disk: DiskIO | None = None) -> store.Writer:
-    return store.create(
+def create(path: Path, disk: DiskIO | None = None) -> writing.Writer:
+    return writing.create(
         path,
         ids=[f"ïd {i}\n" for i in range(N_ROWS)],
         fields=fields(),
@@ -63,7 +63,9 @@ def create(path: Path, disk: DiskIO | None = None) -> store.Writer:
     )
 
 
-def append(writer: store.Writer, start: int, stop: int, bad: frozenset[int] = frozenset()) -> None:
+def append(
+    writer: writing.Writer, start: int, stop: int, bad: frozenset[int] = frozenset()
+) -> None:
     rows = {name: array[start:stop] for name, array in all_rows().items()}
     status = [Status.FAILED if i in bad else Status.OK for i in range(start, stop)]
     reasons = {i: (f"ïd {i}\n", "broken") for i in range(start, stop) if i in bad}
@@ -101,7 +103,7 @@ def test_rows_read_back_the_same_however_they_were_batched_committed_and_interru
             assert writer.rows_done == stop
         if stop in reopened:
             writer.close()
-            again = store.resume(path, expected={"id": "0123"})
+            again = writing.resume(path, expected={"id": "0123"})
             assert again is not None
             assert again.rows_done == stop
             writer = again
@@ -122,7 +124,7 @@ def test_rows_read_back_the_same_however_they_were_batched_committed_and_interru
     assert opened.metadata["note"] == [f"n{i}" for i in range(N_ROWS)]
     assert np.flatnonzero(~opened.ok).tolist() == sorted(bad)
     assert opened.verify() == []
-    assert [reason["row"] for reason in store.read_reasons(path)] == sorted(bad)
+    assert [reason["row"] for reason in unfinished.read_reasons(path)] == sorted(bad)
     assert {file.name for file in folder.iterdir()} <= {"embeddings.h5", "errors.jsonl"}
 
     one_go = create(folder / "whole" / "embeddings.h5")
@@ -197,7 +199,7 @@ def test_a_second_reader_that_has_the_document_alone_sees_the_same_rows(
     else:
         append(writer, n_done, N_ROWS)  # not committed: it does not count
         writer.close()
-        path = store.partial_path(path)
+        path = unfinished.partial_path(path)
     rows, attrs, counted, complete = read_by_the_document(path)
     assert (counted, complete, attrs["n_rows"]) == (n_done, n_done == N_ROWS, N_ROWS)
     for name, values in all_rows().items():
@@ -220,7 +222,7 @@ def test_rows_after_the_last_commit_are_not_claimed(tmp_path: Path) -> None:
     writer.commit()
     append(writer, 7, 19)
     writer.close()
-    partial = store.Embeddings(store.partial_path(path))
+    partial = store.Embeddings(unfinished.partial_path(path))
     assert (partial.complete, partial.n_rows, len(partial.ids)) == (False, 7, 7)
     with pytest.raises(StoreError, match="is not finished, 7 of 23 rows are there; go on with"):
         store.open(path)
@@ -236,10 +238,10 @@ def test_a_torn_newest_record_falls_back_to_the_one_before(tmp_path: Path) -> No
     slot = writer._sequence % 2
     offset = writer._offsets["commit"] + slot * 4096
     writer.close()
-    with store.partial_path(path).open("r+b") as file:
+    with unfinished.partial_path(path).open("r+b") as file:
         file.seek(offset + 20)
         file.write(b"\xff\xff")
-    again = store.resume(path)
+    again = writing.resume(path)
     assert again is not None
     assert again.rows_done == 7
     append(again, 7, N_ROWS)
@@ -261,7 +263,7 @@ def test_resuming_with_other_settings_is_refused_with_both_values(tmp_path: Path
     path = tmp_path / "embeddings.h5"
     create(path).close()
     with pytest.raises(StoreError, match="begun with id '0123', and this run has 'other'"):
-        store.resume(path, expected={"id": "other"})
+        writing.resume(path, expected={"id": "other"})
 
 
 def test_texts_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
@@ -368,7 +370,7 @@ def test_an_unfinished_file_under_a_final_name_is_not_taken_for_whole(tmp_path: 
     append(writer, 0, 7)
     writer.commit()
     writer.close()
-    store.partial_path(path).rename(path)
+    unfinished.partial_path(path).rename(path)
     for opened in (store.open, store.Embeddings, derived.describe):
         with pytest.raises(StoreError, match=r"is not finished, 7 of 23 .* embeddings.h5.partial"):
             opened(path)
@@ -530,7 +532,7 @@ def test_the_neighbours_of_replaced_embeddings_go_and_those_of_others_stay(tmp_p
 
 
 def test_rows_may_all_be_without_a_label(tmp_path: Path) -> None:
-    writer = store.create(
+    writer = writing.create(
         tmp_path / "embeddings.h5",
         ids=["a", "b"],
         fields=[layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})],
@@ -549,7 +551,7 @@ def test_labels_that_come_with_the_rows_are_numbers_or_names(
     path = tmp_path / "embeddings.h5"
     x = layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
     labels = np.array([2, -1, 0, 2], "i4")
-    writer = store.create(
+    writer = writing.create(
         path,
         ids=list("wxyz"),
         fields=[x, Field("labels", (), np.dtype("i4"))],
@@ -560,7 +562,7 @@ def test_labels_that_come_with_the_rows_are_numbers_or_names(
         rows = {"embeddings/x": np.ones((2, 1), "f4"), "labels": labels[start : start + 2]}
         writer.append(rows, status=np.ones(2))
         writer.commit()
-        partial = store.Embeddings(store.partial_path(path))
+        partial = store.Embeddings(unfinished.partial_path(path))
         assert partial.labels is not None
         assert partial.labels.tolist() == labels[: start + 2].tolist()
     opened = store.open(writer.finish())
@@ -576,7 +578,7 @@ def test_labels_that_come_with_the_rows_are_numbers_or_names(
 
 
 def test_large_numbers_as_labels_cost_nothing(tmp_path: Path) -> None:
-    writer = store.create(
+    writer = writing.create(
         tmp_path / "embeddings.h5",
         ids=["a", "b"],
         fields=[
@@ -595,8 +597,8 @@ def test_what_each_item_was_can_be_read_before_its_row_is_written(tmp_path: Path
     ids = ["a", "\udcff", "c"]
     hashes = np.array([1, 2**64 - 1, 3], np.uint64)
     field = layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
-    store.create(path, ids=ids, fields=[field], attrs={"id": "0"}, item_hashes=hashes).close()
-    partial = store.partial_path(path)
+    writing.create(path, ids=ids, fields=[field], attrs={"id": "0"}, item_hashes=hashes).close()
+    partial = unfinished.partial_path(path)
     assert store.Embeddings(partial).ids == []
     got, kept = store.read_items(partial)
     assert got == layout.stored_texts(ids) == ["a", "\\udcff", "c"]
@@ -604,7 +606,7 @@ def test_what_each_item_was_can_be_read_before_its_row_is_written(tmp_path: Path
     assert kept.tolist() == hashes.tolist()
     assert store.read_items(finished(tmp_path / "without" / "embeddings.h5"))[1] is None
     with pytest.raises(StoreError, match="item_hashes has 2 values for 3 rows"):
-        store.create(
+        writing.create(
             tmp_path / "x.h5", ids=ids, fields=[field], attrs={"id": "0"}, item_hashes=hashes[:2]
         )
 
@@ -623,7 +625,7 @@ def test_a_column_that_is_called_as_another_one_takes_no_place_in_pandas(tmp_pat
     field = layout.embeddings_field("a", n_features=2, dtype=np.dtype("f4"), attrs={})
     columns = {"label": [7, 8], "status": [9, 9], "label_": [5, 6], "a[1]": [3, 4]}
     with contextlib.closing(
-        store.create(
+        writing.create(
             tmp_path / "embeddings.h5",
             ids=["x", "y"],
             fields=[field],
@@ -650,10 +652,10 @@ def test_an_unfinished_file_that_another_program_wrote_into_is_not_gone_on_with(
     with contextlib.closing(create(path)) as writer:
         append(writer, 0, 7)
         writer.commit()
-    with h5py.File(store.partial_path(path), "r+") as file:
+    with h5py.File(unfinished.partial_path(path), "r+") as file:
         file["ids"][:] = file["ids"][:][::-1]
     with pytest.raises(StoreError, match="lost the checksum of its ids and layers: another"):
-        store.resume(path)
+        writing.resume(path)
 
 
 @pytest.mark.parametrize("stop", [7, 12])
@@ -666,11 +668,11 @@ def test_every_row_is_checked_when_resuming(tmp_path: Path, stop: int) -> None:
     writer.commit()
     offset = writer._offsets["thumbnails"] + 5 * 12
     writer.close()
-    with store.partial_path(path).open("r+b") as file:
+    with unfinished.partial_path(path).open("r+b") as file:
         file.seek(offset)
         file.write(b"\x07\x07")
     with pytest.raises(StoreError, match="row 5 does not match its checksum"):
-        store.resume(path)
+        writing.resume(path)
 
 
 def test_reasons_are_read_whatever_the_ids_hold_and_torn_lines_are_passed_over(
@@ -679,24 +681,26 @@ def test_reasons_are_read_whatever_the_ids_hold_and_torn_lines_are_passed_over(
     path = tmp_path / "embeddings.h5"
     ids = ["a\u2028b", "c\x85\n", "\udcff"]
     field = layout.embeddings_field("x", n_features=1, dtype=np.dtype("f4"), attrs={})
-    writer = store.create(path, ids=ids, fields=[field], attrs={"id": "0"})
+    writer = writing.create(path, ids=ids, fields=[field], attrs={"id": "0"})
     reasons = {i: (name, "x") for i, name in enumerate(ids)}
     rows = {field.name: np.zeros((3, 1), "f4")}
     writer.append(rows, status=np.full(3, Status.FAILED), reasons=reasons)
     writer.commit()
     writer.close()
-    listing = store._running_errors_path(path)
+    listing = unfinished.running_errors_path(path)
     written = listing.read_bytes()
     with listing.open("ab") as file:
         file.write(b'[]\n{"a": 1}\n{"row": 1e999, "id": "", "reason": ""}\n')
         file.write(b'{"row": Infinity, "id": "", "reason": ""}\n{"row": NaN, "id": 1}\n')
         file.write(b'{"row": ' + b"9" * 5000 + b"}\n" + b"[" * 100_000 + b"\n\xff\xfe\n")
         file.write(b'{"row": [], "id": "", "reason": ""}\n{"row": 9, "id": "\xc3')
-    assert [reason["id"] for reason in store.read_reasons(store.partial_path(path))] == ids
+    assert [
+        reason["id"] for reason in unfinished.read_reasons(unfinished.partial_path(path))
+    ] == ids
     with listing.open("ab") as file:  # of rows that did not fail, or of other ids: not ours
         file.write(b'\n{"row": 7, "id": "h", "reason": "forged"}\n')
         file.write(b'{"row": 0, "id": "b", "reason": "forged"}\n')
-    again = store.resume(path)
+    again = writing.resume(path)
     assert again is not None
     again.close()
     assert listing.read_bytes() == written
@@ -710,7 +714,7 @@ def test_a_file_left_by_a_killed_create_is_cleared_away(tmp_path: Path) -> None:
 
 def test_columns_may_have_any_name(tmp_path: Path) -> None:
     names = [".", "..", "%2E", "a/b", "%2F", "%", "ü", "a b"]
-    writer = store.create(
+    writer = writing.create(
         tmp_path / "embeddings.h5",
         ids=["a"],
         fields=[layout.embeddings_field("..", n_features=1, dtype=np.dtype("f4"), attrs={})],
@@ -737,7 +741,7 @@ def test_columns_of_another_length_and_equal_ids_are_refused(tmp_path: Path) -> 
         (["\udc80", "\\udc80"], {}, "two ids are written"),
     ]:
         with pytest.raises(StoreError, match=message):
-            store.create(tmp_path / "e.h5", ids=ids, fields=[field], attrs={"id": "0"}, **options)
+            writing.create(tmp_path / "e.h5", ids=ids, fields=[field], attrs={"id": "0"}, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -837,7 +841,7 @@ def test_without_the_calls_that_linux_alone_has_the_bytes_are_the_same(
     path = tmp_path / "elsewhere" / "embeddings.h5"
     writer = create(path)
     rows_bytes = sum(field.row_bytes for field in fields()) * N_ROWS
-    assert store.partial_path(path).stat().st_blocks * 512 >= rows_bytes  # no holes
+    assert unfinished.partial_path(path).stat().st_blocks * 512 >= rows_bytes  # no holes
     append(writer, 0, 7)
     writer.commit()
     append(writer, 7, N_ROWS)
@@ -868,12 +872,12 @@ def test_rows_go_on_while_the_disk_is_slow_and_count_once_it_has_them(
     disk = _SlowDisk()
     writer = create(path, disk)
     disk.is_slow, disk.fails = True, fails
-    monkeypatch.setattr(store, "COMMIT_S", 0.0)
+    monkeypatch.setattr(writing, "COMMIT_S", 0.0)
     append(writer, 0, 5)  # begins a commit, and does not wait for it
-    monkeypatch.setattr(store, "COMMIT_S", 1e9)
+    monkeypatch.setattr(writing, "COMMIT_S", 1e9)
     append(writer, 5, 9)
     assert writer.rows_done == 0
-    assert store.Embeddings(store.partial_path(path)).n_rows == 0
+    assert store.Embeddings(unfinished.partial_path(path)).n_rows == 0
     disk.go_on.set()
     if not fails:
         writer.commit()
@@ -914,7 +918,7 @@ def test_nothing_is_written_through_a_link_and_into_nothing_that_is_no_file(
         create(path)
     lock.rmdir() if lock.is_dir() else lock.unlink()
     writer = create(path)
-    PLANTS[plant](store._running_errors_path(path), victim)
+    PLANTS[plant](unfinished.running_errors_path(path), victim)
     append(writer, 0, 5, frozenset({2}))
     with pytest.raises(StoreError, match="errors.jsonl.partial is a link, .*; remove it"):
         writer.commit()
@@ -925,10 +929,10 @@ def test_nothing_is_written_through_a_link_and_into_nothing_that_is_no_file(
 def test_an_unfinished_file_that_has_a_second_name_is_not_written_to(tmp_path: Path) -> None:
     path = tmp_path / "embeddings.h5"
     create(path).close()
-    os.link(store.partial_path(path), tmp_path / "backup")
+    os.link(unfinished.partial_path(path), tmp_path / "backup")
     before = (tmp_path / "backup").read_bytes()
     with pytest.raises(StoreError, match="has a second name"):
-        store.resume(path)
+        writing.resume(path)
     assert (tmp_path / "backup").read_bytes() == before
 
 
@@ -939,11 +943,11 @@ def take_lock(path: Path) -> None:
 
 
 def take_partial(path: Path) -> None:
-    store.partial_path(path).rename(path.with_name("moved"))
-    store.partial_path(path).write_bytes(b"of another")
+    unfinished.partial_path(path).rename(path.with_name("moved"))
+    unfinished.partial_path(path).write_bytes(b"of another")
 
 
-STEPS: dict[str, Callable[[store.Writer], object]] = {
+STEPS: dict[str, Callable[[writing.Writer], object]] = {
     "append": lambda writer: append(writer, 7, 9),
     "commit": lambda writer: writer.commit(),
     "finish": lambda writer: writer.finish(),
@@ -1019,7 +1023,7 @@ def test_a_writer_is_not_that_of_a_process_forked_of_its_own(
             append(writer, 0, 7)
     writer._lock.release()  # which that process did not
     assert not writer._lock.path.exists()
-    again = store.resume(path)
+    again = writing.resume(path)
     assert again is not None
     assert again.rows_done == 0
     again.close()
@@ -1028,13 +1032,13 @@ def test_a_writer_is_not_that_of_a_process_forked_of_its_own(
 def test_rows_that_nothing_follows_are_committed_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "COMMIT_S", 0.1)
+    monkeypatch.setattr(writing, "COMMIT_S", 0.1)
     path = tmp_path / "embeddings.h5"
     writer = create(path)
     append(writer, 0, 3)
     append(writer, 3, 7)
     until = time.monotonic() + 10
-    while store.Embeddings(store.partial_path(path)).n_rows < 7:
+    while store.Embeddings(unfinished.partial_path(path)).n_rows < 7:
         assert time.monotonic() < until
         time.sleep(0.02)
     append(writer, 7, N_ROWS)
@@ -1044,7 +1048,7 @@ def test_rows_that_nothing_follows_are_committed_after_a_while(
 def test_what_fails_while_rows_wait_is_said_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "COMMIT_S", 0.05)
+    monkeypatch.setattr(writing, "COMMIT_S", 0.05)
     path = tmp_path / "embeddings.h5"
     writer = create(path)
     append(writer, 0, 3)
@@ -1057,7 +1061,7 @@ def test_what_fails_while_rows_wait_is_said_by_the_next_call(
         append(writer, 3, 5)
     with pytest.raises(StoreError, match="is closed"):
         writer.commit()
-    assert store.Embeddings(store.partial_path(path)).n_rows == 0
+    assert store.Embeddings(unfinished.partial_path(path)).n_rows == 0
 
 
 @given(
@@ -1085,7 +1089,7 @@ def test_ids_take_little_more_room_than_their_bytes(tmp_path: Path) -> None:
     field = layout.embeddings_field("a", n_features=1, dtype=np.dtype("f4"), attrs={})
     tracemalloc.start()
     try:
-        writer = store.create(tmp_path / "x.h5", ids=ids, fields=[field], attrs={"id": "x"})
+        writer = writing.create(tmp_path / "x.h5", ids=ids, fields=[field], attrs={"id": "x"})
         # A list of them as bytes objects would take 72 bytes each beside.
         assert tracemalloc.get_traced_memory()[1] / n < len(ids[0]) + 60
         rows = {field.name: np.zeros((n, 1), np.float32)}

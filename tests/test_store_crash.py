@@ -31,7 +31,7 @@ import h5py
 import numpy as np
 import pytest
 
-from embedx import layout, store
+from embedx import layout, store, unfinished, writing
 from embedx.disk import DiskIO, replace_file
 from embedx.errors import InUseError, StoreError
 from embedx.layout import Field, Status
@@ -76,15 +76,15 @@ class Job:
     over: str = ""  # "whole" or "partial"
     why: str = "broken"
 
-    def open(self, path: Path, disk: DiskIO) -> store.Writer:
+    def open(self, path: Path, disk: DiskIO) -> writing.Writer:
         """As extract does: go on with what is there, or begin."""
         try:
-            writer = store.resume(path, expected={"id": f"id {self.seed}"}, disk=disk)
+            writer = writing.resume(path, expected={"id": f"id {self.seed}"}, disk=disk)
         except StoreError as error:
             if self.over != "partial" or "was begun with id" not in str(error):
                 raise
             writer = None
-        return writer or store.create(
+        return writer or writing.create(
             path,
             ids=[f"ïd {i}" for i in range(N_ROWS)],
             fields=fields(),
@@ -95,7 +95,7 @@ class Job:
             disk=disk,
         )
 
-    def append(self, writer: store.Writer, start: int, stop: int) -> None:
+    def append(self, writer: writing.Writer, start: int, stop: int) -> None:
         bad = self.bad & set(range(start, stop))
         writer.append(
             {name: array[start:stop] for name, array in oracle(self.seed).items()},
@@ -103,7 +103,7 @@ class Job:
             reasons={i: (f"ïd {i}", f"{self.why} {self.seed}") for i in bad},
         )
 
-    def fill(self, writer: store.Writer, say: Callable[[int], object], *, stop: int = 99) -> None:
+    def fill(self, writer: writing.Writer, say: Callable[[int], object], *, stop: int = 99) -> None:
         """Append in batches with commits between, as far as after ``stop`` commits."""
         for commits, first in enumerate(range(writer.rows_done, N_ROWS, BATCH * COMMIT_EVERY)):
             if commits == stop:
@@ -385,7 +385,7 @@ def disk_with(state: dict[str, bytes], root: Path) -> Iterator[Path]:
 def check(root: Path, job: Job, *, said: int, disk: DiskIO | None = None) -> None:
     """What must hold on any disk: nothing reported is lost, nothing is wrong, and it goes on."""
     path = root / FOLDER / NAME
-    partial = store.partial_path(path)
+    partial = unfinished.partial_path(path)
     is_new = path.exists() and sha256(path) == job.whole
     assert is_new or said != DONE, "the finished file is lost"
     if path.exists() and not is_new:
@@ -408,7 +408,7 @@ def check(root: Path, job: Job, *, said: int, disk: DiskIO | None = None) -> Non
     if not is_new:
         job.run(path, disk or QuietDisk())
     assert sha256(path) == job.whole, "going on gives other bytes"
-    assert store.read_reasons(path) == job.reasons(), "other reasons"
+    assert unfinished.read_reasons(path) == job.reasons(), "other reasons"
     left = {file.name for file in path.parent.iterdir()}
     assert left == {NAME, *(["errors.jsonl"] if job.bad else [])}, f"left behind: {left}"
 
@@ -423,7 +423,7 @@ def check_rows(opened: store.Embeddings, job: Job) -> None:
         same = got[name.split("/")[1]].tobytes() == array[:n_rows].tobytes()
         assert same, f"{name} holds other rows than were written"
     reasons = [
-        r for r in store.read_reasons(opened.path) if r["row"] < n_rows and r["row"] in job.bad
+        r for r in unfinished.read_reasons(opened.path) if r["row"] < n_rows and r["row"] in job.bad
     ]
     assert reasons == job.reasons(n_rows), "a reason is lost"
 
@@ -606,8 +606,8 @@ class NamedTooEarly(RecordingDisk):
         complete = bytes(data[:8]) == MAGIC and data[32] == 2 and len(data) < 4096
         if complete and not self.named:
             self.named = True
-            super().rename(store.partial_path(path), path)
-            os.link(path, store.partial_path(path))  # the name that the writer looks for
+            super().rename(unfinished.partial_path(path), path)
+            os.link(path, unfinished.partial_path(path))  # the name that the writer looks for
         return super().pwrite(fd, data, offset)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -682,7 +682,7 @@ def test_rows_that_a_lying_disk_lost_are_refused_and_never_gone_on_from(
     records = [i for i, op in enumerate(recorder.ops, 1) if op.data[:8] == MAGIC]
     moments = {i + after for i in records[1:-2] for after in (0, 1)}
     assert outcomes() == {"right", "refused"}
-    monkeypatch.setattr(store, "bad_rows", lambda row_maps, rows: [])
+    monkeypatch.setattr(writing, "bad_rows", lambda row_maps, rows: [])
     assert "wrong" in outcomes()
 
 
@@ -851,7 +851,7 @@ def test_writes_that_come_up_short_go_on(ground: Path, most: int | str) -> None:
     limit = (lambda n: int(rng.integers(1, n + 1))) if most == "any" else (lambda _: int(most))
     Job().run(ground / NAME, ShortDisk(limit))
     assert sha256(ground / NAME) == Job().whole
-    assert store.read_reasons(ground / NAME) == Job().reasons()
+    assert unfinished.read_reasons(ground / NAME) == Job().reasons()
 
 
 @pytest.mark.parametrize("k", [1, 20, 40, 60])
@@ -885,7 +885,7 @@ def test_a_disk_that_turns_read_only_under_the_writer_is_one_line(
         with pytest.raises(StoreError, match="Read-only file system; 7 of 60 rows are safe"):
             job.append(writer, 7, 14)
         with pytest.raises(StoreError, match="cannot write .*: Read-only file system"):
-            store.resume(path)
+            writing.resume(path)
     job.run(path, DiskIO())
     assert sha256(path) == job.whole
 
@@ -1035,12 +1035,14 @@ def test_readers_meanwhile_are_never_blocked_and_see_only_whole_rows_that_only_g
     path = tmp_path / NAME
     nursery.start(path, pause=0.05)
     nursery.read(until=lambda: bool(nursery.said))
-    with h5py.File(store.partial_path(path)) as other:  # another tool has it open all the while
+    with h5py.File(
+        unfinished.partial_path(path)
+    ) as other:  # another tool has it open all the while
         counts, slowest_s = [], 0.0
         while not path.exists():
             began = time.monotonic()
             try:
-                opened = store.Embeddings(store.partial_path(path))
+                opened = store.Embeddings(unfinished.partial_path(path))
             except StoreError as error:  # it took its final name
                 check_message(error, "is not there", "was renamed")
                 continue
@@ -1098,7 +1100,7 @@ def test_a_file_replaced_while_it_is_opened_is_not_read_with_the_places_of_the_o
 ) -> None:
     path = tmp_path / NAME
     OLD.run(path, QuietDisk())
-    new = store.create(
+    new = writing.create(
         tmp_path / "new" / NAME,
         ids=["a"],
         fields=[layout.embeddings_field("x", n_features=2, dtype=np.dtype("f4"), attrs={})],
@@ -1130,7 +1132,7 @@ def test_a_reader_takes_both_commit_records_of_one_moment(tmp_path: Path) -> Non
     for start in (0, BATCH):
         Job().append(writer, start, start + BATCH)
         writer.commit()
-    file = np.memmap(store.partial_path(path), mode="r+", dtype="u1")
+    file = np.memmap(unfinished.partial_path(path), mode="r+", dtype="u1")
     place = writer._offsets["commit"]
     pages = file[place : place + 8192].reshape(2, 4096)
 
@@ -1158,7 +1160,7 @@ def test_a_second_writer_is_refused_and_the_first_is_named(
     path = tmp_path / NAME
     nursery.start(path, pause=60)
     nursery.read(until=lambda: bool(nursery.said))
-    for begin in (store.resume, lambda path: Job(over="partial").open(path, DiskIO())):
+    for begin in (writing.resume, lambda path: Job(over="partial").open(path, DiskIO())):
         with pytest.raises(InUseError, match=f"is being written by process {nursery.pid} on "):
             begin(path)
     os.kill(nursery.pid, signal.SIGKILL)
@@ -1167,7 +1169,7 @@ def test_a_second_writer_is_refused_and_the_first_is_named(
     assert sha256(path) == Job().whole
     writer = Job(over="whole").open(path, DiskIO())
     with pytest.raises(InUseError, match="is being written by this process"):
-        store.resume(path)
+        writing.resume(path)
     writer.close()
 
 
@@ -1178,7 +1180,7 @@ def test_a_worker_that_outlives_the_writer_does_not_hold_its_lock(
     nursery.start(path, orphan=True)
     nursery.read(until=lambda: bool(nursery.orphan))
     with pytest.raises(InUseError):
-        store.resume(path)
+        writing.resume(path)
     os.kill(nursery.pid, signal.SIGKILL)
     nursery.read()
     os.kill(nursery.orphan, 0)  # it lives
@@ -1237,7 +1239,7 @@ def test_a_full_disk_is_said_in_one_line_before_work_starts_and_leaves_nothing(
     assert 15 < n_refused < 24
     (small_disk / "hog").unlink()
     with pytest.raises(StoreError, match=r"it needs 40,\d\d\d kB and \S+ has 16,\d\d\d kB free"):
-        store.create(
+        writing.create(
             small_disk / NAME,
             ids=["a"],
             fields=[layout.embeddings_field("x", n_features=10**7, dtype=np.dtype("f4"), attrs={})],

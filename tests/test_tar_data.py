@@ -28,7 +28,7 @@ from PIL import Image
 from torch import nn
 
 import embedx
-from embedx import inputs, runs, store, tar_data
+from embedx import inputs, runs, tar_data, unfinished
 from embedx.errors import ConfigError, DataError, StoreError
 from embedx.models import Preprocess
 from embedx.sources import Shards
@@ -128,7 +128,7 @@ def test_rows_are_the_samples_in_order_as_a_second_reader_has_them(
     for key in ("number", "half", "even"):
         assert np.asarray(run.metadata[key]).tolist() == [one[key] for one in about]
     assert not run.verify()
-    assert not store.parts_folder(run.path).exists()
+    assert not unfinished.parts_folder(run.path).exists()
 
 
 def test_what_is_compressed_or_lies_elsewhere_gives_the_same_rows_and_leaves_no_copy(
@@ -174,7 +174,7 @@ def test_broken_samples_fail_alone_and_each_with_its_reason(tmp_path: Path) -> N
     assert run.ids == ["a/s0010", *(f"a/b{i}" for i in range(8)), "a/s0011"]
     assert run.status.tolist() == [1, *[2] * 8, 1]
     assert numbers_of(run) == [10, 11]
-    listed = {one["id"]: one["reason"] for one in store.read_reasons(run.path)}
+    listed = {one["id"]: one["reason"] for one in unfinished.read_reasons(run.path)}
     for number, word in enumerate(
         (
             "it has no picture",
@@ -300,7 +300,7 @@ def test_odd_names_and_many_keys_stop_nothing(
     run = extract(webdataset(str(path)), tmp_path / "run")
     assert run.status.tolist() == [1, 2, 1]
     assert numbers_of(run) == [0, 2]
-    assert "its name has more than 800 bytes" in store.read_reasons(run.path)[0]["reason"]
+    assert "its name has more than 800 bytes" in unfinished.read_reasons(run.path)[0]["reason"]
     assert len(run.metadata) == 200
     assert run.metadata["all"].tolist() == [0, 1, 2]
     assert "251 keys in .json that fewer samples have than the first 200" in caplog.text
@@ -456,7 +456,7 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_bytes(
     monkeypatch.undo()
     run = extract(webdataset(str(folder)), tmp_path / "run")
     assert sha256(run.path) == sha256(undisturbed.path)
-    assert not store.parts_folder(run.path).exists()
+    assert not unfinished.parts_folder(run.path).exists()
 
 
 KILLED = """
@@ -489,7 +489,9 @@ def test_a_run_killed_again_and_again_ends_with_the_bytes_of_one_that_was_not(
         process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE)
         ends = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < ends:
-            if store.parts_folder(final).exists():  # at some place of the run, each time another
+            if unfinished.parts_folder(
+                final
+            ).exists():  # at some place of the run, each time another
                 time.sleep(0.05 * (hit + 1))
                 process.send_signal(number)
                 break
@@ -519,7 +521,7 @@ def test_a_shard_that_changes_under_way_fails_its_rows_and_no_others(
     monkeypatch.setattr(inputs, "n_threads", lambda: 1)
     run = extract(webdataset(str(folder)), tmp_path / "run", num_workers=0)
     assert run.status.tolist() == [1, 1, 2, 2] * 2
-    reasons = {one["reason"] for one in store.read_reasons(run.path)}
+    reasons = {one["reason"] for one in unfinished.read_reasons(run.path)}
     assert reasons == {"DataError: it was changed after the run had listed it"}
 
 
@@ -580,7 +582,7 @@ def test_a_damaged_part_is_named_and_not_joined(
     with pytest.raises(ZeroDivisionError):
         extract(webdataset(str(folder)), tmp_path / "run")
     monkeypatch.undo()
-    part = store.parts_folder(tmp_path / "run" / "embeddings.h5") / "000001" / "embeddings.h5"
+    part = unfinished.parts_folder(tmp_path / "run" / "embeddings.h5") / "000001" / "embeddings.h5"
     data = bytearray(part.read_bytes())
     at = data.find(np.asarray(whole.embeddings["mean"][5]).tobytes())
     assert at > 0
@@ -607,7 +609,7 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = shard(tmp_path / "a.tar", [*big, *sample(1)])
     run = extract(webdataset(str(path)), tmp_path / "big")
     assert run.status.tolist() == [2, 2, 1]
-    reasons = [one["reason"] for one in store.read_reasons(run.path)]
+    reasons = [one["reason"] for one in unfinished.read_reasons(run.path)]
     assert "x.png has 1,001 bytes, more than 1,000" in reasons[0]
     assert "its .json cannot be read: it has 109 bytes, and at most 100 are read" in reasons[1]
 

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import embedx
-from embedx import inputs, layout, models, store, text_data
+from embedx import inputs, layout, models, store, text_data, unfinished
 from embedx.columns import TEXT_BYTES_MOST
 from embedx.errors import ConfigError, DataError, EmbedxError, Interrupted, LayerError, ModelError
 from embedx.models import Model
@@ -252,7 +252,7 @@ def test_a_text_that_cannot_be_read_fails_alone(tiny: Model, tmp_path: Path) -> 
     others = np.setdiff1d(np.arange(150), bad)
     np.testing.assert_allclose(rows[others], expected[others], atol=1e-5)
     assert (run.outputs["n_tokens"][bad] == -1).all()
-    reasons = {one["row"]: one["reason"] for one in store.read_reasons(run.path)}
+    reasons = {one["row"]: one["reason"] for one in unfinished.read_reasons(run.path)}
     assert "missing" in reasons[0]
     assert "missing" in reasons[3]
     assert "surrogates" in reasons[64]
