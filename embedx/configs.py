@@ -281,7 +281,7 @@ def function_of(stage: str) -> tuple[str, str]:
     """The module and the name of the function that a stage calls."""
     if stage == "neighbors":  # its module would be the part that finds them
         return "search", "search"
-    return "cli" if stage == "run" else stage, stage
+    return "stages" if stage == "run" else stage, stage
 
 
 def _functions(stage: str, *, has_extraction: bool) -> list[tuple[str, str]]:

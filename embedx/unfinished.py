@@ -18,9 +18,7 @@ from embedx.disk import (
     waiting_lock,
 )
 from embedx.errors import StoreError
-from embedx.layout import (
-    stored_texts,
-)
+from embedx.layout import stored_texts
 
 PARTIAL = ".partial"
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from embedx import __version__, cli, derived, jobs, store
+from embedx import __version__, cli, derived, jobs, said, stages, store
 from embedx.cli import FLAGS, STAGES
 from embedx.configs import Configs, conf_dir, override, public_config
 from embedx.errors import ConfigError
@@ -685,14 +685,14 @@ def test_a_bug_of_ours_shows_its_traceback_and_a_mistake_does_not(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setitem(cli._CALLS, "layers", broken)
+    monkeypatch.setitem(stages._CALLS, "layers", broken)
     with pytest.raises(ZeroDivisionError):
         embedx_here("layers", "model=mobilenet_v3_small")
 
 
 def test_text_from_data_does_not_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     record = logging.LogRecord("embedx", 20, "", 0, "id \x1b[31mred\x07\r\n%s", ("x",), None)
-    cli._Lines().emit(record)
+    said.Lines().emit(record)
     assert capsys.readouterr().out == "id ?[31mred???x\n"
 
 
@@ -1211,11 +1211,11 @@ def test_a_sweep_without_a_job_and_a_long_note_are_said(embedx_here: Here, tmp_p
     assert status == 1
     assert err[-1].startswith("ModelError: checkpoint other.pt does not fit")
     assert re.fullmatch(r"\.\.\. and \d+ more", err[-2])
-    assert len(err) == cli.NOTE_LINES + 2
+    assert len(err) == said.NOTE_LINES + 2
 
 
 def test_text_from_a_file_cannot_turn_the_line_around(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._Lines().emit(logging.LogRecord("embedx", 20, "", 0, "a\u202ecba\u2066x\u200f", (), None))
+    said.Lines().emit(logging.LogRecord("embedx", 20, "", 0, "a\u202ecba\u2066x\u200f", (), None))
     assert capsys.readouterr().out == "a?cba?x?\n"
 
 

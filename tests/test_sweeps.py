@@ -16,7 +16,7 @@ import pytest
 from hydra.errors import MissingConfigException
 from PIL import Image
 
-from embedx import cli, derived, store
+from embedx import derived, said, store
 from embedx.configs import Configs
 from embedx.threads import n_threads
 from tests.conftest import EXHAUSTIVE, Run, embeddings_file
@@ -161,7 +161,7 @@ def test_a_launcher_without_a_sweep_or_not_installed_is_refused(
         ("submitit_slurm", "hydra-submitit-launcher"),
     ):
         missing = MissingConfigException("no", f"hydra/launcher/{name}", ["basic"])
-        error = cli._one_line(missing, "project", (), Configs())
+        error = said.one_line(missing, "project", (), Configs())
         assert str(error).startswith(
             f"hydra/launcher={name} needs the package '{package}', which is not installed; "
         )
