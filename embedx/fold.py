@@ -59,6 +59,12 @@ def is_known(module: nn.Module) -> bool:
     )
 
 
+def is_forward_known(module: nn.Module) -> bool:
+    """Whether what a layer does is written by a library: a class of one's own may do otherwise."""
+    writer = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return "forward" not in vars(module) and f"{writer.__module__}.".startswith(_WRITERS)
+
+
 def is_by_sample(module: nn.Module) -> bool:
     """Whether a network gives each sample what it would give it alone, as far as can be told.
 

@@ -111,7 +111,7 @@ def forward_of(plan: Plan) -> Iterator[Callable[[Batch, Piece], Results]]:
         stack.enter_context(arithmetic(plan.precision))
         # Code of the user's own may keep something from layer to layer, run a layer again in
         # another batch, or look at strides: only what is known is run otherwise than as written.
-        is_known = fold.is_known(module)
+        is_known, is_by_sample = fold.is_known(module), plan.is_by_sample  # it gets hooks below
         if is_known:
             ablated = [point for point, _ in plan.ablated]
             stack.enter_context(fold.folded(module, [*plan.points, *ablated]))
@@ -122,7 +122,7 @@ def forward_of(plan: Plan) -> Iterator[Callable[[Batch, Piece], Results]]:
                 plan.model.name,
                 listed(names),
             )
-        yield stack.enter_context(_Forward(plan, is_known=is_known))
+        yield stack.enter_context(_Forward(plan, is_known=is_known, is_by_sample=is_by_sample))
 
 
 class _Forward:
@@ -131,11 +131,12 @@ class _Forward:
     Args:
         plan: What to do.
         is_known: Whether the network may be run otherwise than it is written.
+        is_by_sample: Whether it is taken to draw nothing, and to see one sample at a time.
     """
 
-    def __init__(self, plan: Plan, *, is_known: bool) -> None:
+    def __init__(self, plan: Plan, *, is_known: bool, is_by_sample: bool) -> None:
         self._plan = plan
-        self._is_known = is_known
+        self._is_known, self._is_by_sample = is_known, is_by_sample
         self._rows = Rows(
             plan.points,
             plan.poolings,
@@ -158,9 +159,11 @@ class _Forward:
                 label_numbers=plan.source.label_numbers,
                 classes=plan.classes,
             )
-        self._memory = Memory(plan, is_known=is_known)
+        self._memory = Memory(plan, is_known=is_known, is_by_sample=is_by_sample)
         self._seen = Seen()
-        self._looks = Looks(plan, self._got, self._rows, self._seen, self._run, is_known)
+        self._looks = Looks(
+            plan, self._got, self._rows, self._seen, self._run, is_known, is_by_sample
+        )
         self._stack = contextlib.ExitStack()
         self._is_draw_looked_at = self._draws = False
         self._may_stop_early = is_known and not plan.save_outputs and self._backward is None
@@ -193,7 +196,7 @@ class _Forward:
             entered = mapped(inputs, torch.clone) if self._looks.are_due else inputs
             output = self._run(inputs, labels, piece.size)
             draws = states is not None and random_states(plan.device) != states
-            if draws and plan.is_by_sample:
+            if draws and self._is_by_sample:
                 raise draws_unseen(plan.model, what="row")
             if draws:
                 log.warning(
@@ -223,7 +226,7 @@ class _Forward:
                 output,
                 seed=first,
                 draws=self._draws,
-                keeps=self._memory.first_pass != "",
+                keeps=self._memory.keeps,
                 enter=lambda batch, piece, seed: self._entering(batch, piece, seed=seed),
             )
         self._memory.say_of_zeros(batch)

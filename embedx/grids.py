@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from embedx import fold
 from embedx.pooling import channels_axis
 
 # Tokens before those of the picture: class, distillation, registers. Networks have up to 5, and
@@ -193,7 +194,8 @@ def gives_channels_first(module: nn.Module, output: Any) -> bool:
     if not isinstance(output, Tensor) or output.ndim != 4:
         return False
     kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
-    if isinstance(module, kinds) or type(module).__module__ == "torch.nn.modules.pooling":
+    is_such = isinstance(module, kinds) or type(module).__module__ == "torch.nn.modules.pooling"
+    if is_such and fold.is_forward_known(module):
         return True
     return output.stride(1) == 1 and output.is_contiguous(memory_format=torch.channels_last)
 
@@ -209,6 +211,7 @@ def patches_in(
             layer = modules[name]
             # What is cut into patches that are not square has another proportion than the picture.
             cuts = isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride != (1, 1)
+            cuts = cuts and fold.is_forward_known(layer)
             grid = grid_of(output, n=n, picture=picture)
             if cuts or (grid is not None and grid.form == "first"):
                 found[output.shape[1]] = (output.shape[2], output.shape[3])

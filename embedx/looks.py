@@ -1,11 +1,11 @@
-"""What further passes of the first batches show of a network, and the rows alone do not."""
+"""What further passes of some batches show of a network, and the rows alone do not."""
 
 import contextlib
+import dataclasses
 import functools
-import itertools
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,19 +43,26 @@ class Looks(Look):
 
     def __post_init__(self) -> None:
         self._padding = PaddingLook(
-            self._plan, self._got, self._rows, self._seen, self._run, self._is_known
+            self._plan,
+            self._got,
+            self._rows,
+            self._seen,
+            self._run,
+            self._is_known,
+            self._is_by_sample,
         )
         self._stack = contextlib.ExitStack()
         self._are_changes_looked_at = self._plan.objective is None and not self._plan.ablated
         self._are_samples_looked_at = False
-        self._are_collated_looked_at = self._plan.source.collate is None
+        self._alone = _Share(_ALONE, is_over=self._is_by_sample)
+        self._collated = _Share(_COLLATED, is_over=self._plan.source.collate is None)
         self._are_passes_compared = self._plan.objective is not None or bool(self._plan.ablated)
 
     @property
     def are_due(self) -> bool:
         """Whether the next pass may be one to look at."""
         are_first = not (self._are_samples_looked_at and self._are_passes_compared)
-        return are_first or self._padding.are_due
+        return are_first or self._padding.are_due or self._alone.is_due
 
     def end(self) -> None:
         """Take the ablations away again."""
@@ -94,7 +101,7 @@ class Looks(Look):
             output: What the model gave.
             seed: Of the pass.
             draws: Whether a pass draws random numbers, so that rows cannot be compared.
-            keeps: Whether the first pass made something that stays.
+            keeps: Whether one of the first passes made something that stays.
             enter: What of a batch enters the network, with the seed of the pass; what it is besides
                 goes to the rows.
 
@@ -102,12 +109,11 @@ class Looks(Look):
             ModelError: A text has another row when padded.
             ShapeError: What a layer gives is not one row a sample, or not of the mask's tokens.
         """
-        n = piece.size
-        captured: dict[str, Tensor] = {}
-        if n > 1 and piece.rows is None and not self._are_collated_looked_at:
-            self._are_collated_looked_at = True
-            if not (draws or keeps or self._plan.source.draws):
-                captured = {one.name: self._got[one.name].clone() for one in self._plan.points}
+        n, before = piece.size, self._kept(output)
+        captured, mixed = dict[str, Tensor](), set[str]()
+        to_collate, to_pass = (share.of_batch(n) for share in (self._collated, self._alone))
+        if to_collate and piece.rows is None and not (draws or keeps or self._plan.source.draws):
+            captured = {one.name: self._got[one.name].clone() for one in self._plan.points}
         if not self._are_passes_compared:
             self._are_passes_compared = True
             if n == 1 and not (self._is_known or draws or keeps):  # of more another look shows it
@@ -117,15 +123,16 @@ class Looks(Look):
             by_chance = {size for one in tensors_of(inputs) for size in one.shape[1:]}
             by_chance |= self._rows.other_sizes | self._seen.sizes
             by_chance |= {size for one in tensors_in(output) for size in one.shape[1:]}
-            # A layer of the user's own may have one axis more, of codes or queries.
-            may_mix = not (self._is_known and self._plan.is_by_sample)
-            if (may_mix and not keeps) or n in by_chance:
-                self._require_samples_first(
-                    inputs, labels, output, n=n, draws=draws, may_mix=may_mix
-                )
+            if not keeps or n in by_chance:
+                mixed |= self._require_samples_first(inputs, labels, before, n=n)
+        self._alone.is_over |= keeps or draws
+        if to_pass and not self._alone.is_over:
+            mixed |= self._others_alone(inputs, labels, before, of=to_pass)
+        if not draws:
+            self._say_of_mixed(mixed)
         self._padding.after_pass(batch, inputs, labels, output, seed=seed, draws=draws, keeps=keeps)
         if captured:
-            self._say_of_collating(batch, captured, labels, enter)
+            self._say_of_collating(batch, captured, labels, enter, of=to_collate)
 
     def _say_of_collating(
         self,
@@ -133,6 +140,8 @@ class Looks(Look):
         before: dict[str, Tensor],
         labels: Tensor | None,
         enter: Callable[[Batch, Piece, int], Inputs],
+        *,
+        of: list[int],
     ) -> None:
         """Say which rows are others where their items are collated alone, as without padding.
 
@@ -148,8 +157,7 @@ class Looks(Look):
             first_row=batch.start,
             end_row=batch.start + batch.size,
         )
-        spread = {round(j * (batch.size - 1) / (_COLLATED - 1)) for j in range(_COLLATED)}
-        chosen = sorted(spread - batch.reasons.keys())
+        chosen = [i for i in of if i not in batch.reasons]
         n_workers = min(1, plan.num_workers)
         loader = torch.utils.data.DataLoader(
             torch.utils.data.Subset(every, chosen),
@@ -174,6 +182,7 @@ class Looks(Look):
                 }
         rows.mask, seen.strangers, rows.picture = held
         if others:
+            self._collated.is_over = True
             log.warning(
                 "%s: rows hang on the other items of their batch by the collate_fn, as on the "
                 "longest of them where it pads: an item that is collated alone has another one; "
@@ -250,77 +259,104 @@ class Looks(Look):
             _require_same(plan, plain, [output, {one.name: got[one.name] for one in others}])
         seed_all(seed, plan.device)
 
+    def _kept(self, output: Any) -> dict[str, Tensor | None]:
+        """What a pass gave that becomes rows, by what it is called in a message."""
+        plan, found = self._plan, dict[str, Tensor | None]()
+        for point in plan.points:
+            title = f"layer {point.name}"
+            found[title] = None
+            with contextlib.suppress(LayerError):  # it did not come, or came more often
+                found[title] = self._got[point.name]
+        scores = class_scores(output)
+        if scores is not None and (plan.save_outputs or plan.objective is not None):
+            found[f"the output of {plan.model.name}"] = scores
+        return found
+
+    def _again(
+        self, inputs: Inputs, labels: Tensor | None, *, of: list[int]
+    ) -> dict[str, Tensor | None]:
+        """The same of another pass, of some of the samples.
+
+        Returns:
+            None for what came once in the batch, and does not so of these.
+
+        Raises:
+            LayerError: Gradients cannot be taken of these.
+            ModelError: The network does not take so many.
+            ShapeError: The pooling of a layer does not.
+        """
+        rows, mask = self._rows, self._rows.mask
+        some = copied(mapped(inputs, lambda tensor: tensor[of]))
+        rows.mask = None if mask is None else mask[of]
+        seed_all(0, self._plan.device)
+        try:
+            output = self._run(some, None if labels is None else labels[of], len(of))
+        finally:
+            rows.mask = mask
+        return self._kept(output)
+
     def _others_alone(
         self,
-        alone: Callable[[int], dict[str, Tensor]],
-        before: dict[str, Tensor],
+        inputs: Inputs,
+        labels: Tensor | None,
+        before: Mapping[str, Tensor | None],
         *,
-        n: int,
-    ) -> list[str]:
-        """What gives some of n samples another row by themselves than in their batch.
+        of: list[int],
+    ) -> set[str]:
+        """What gives some samples another row by themselves than in their batch, or none.
 
         Such as where all are cut to the longest of them, which two samples show by chance alone.
         """
         mixed: set[str] = set()
-        for i in {round(j * (n - 1) / (_ALONE - 1)) for j in range(_ALONE)}:
+        for i in of:
             with contextlib.suppress(ModelError, LayerError, ShapeError):  # it takes no single one
-                found = alone(i)
-                is_other = (
-                    len(now) == 1 and not gives_alike(self._plan, now, before[title][[i]])
-                    for title, now in found.items()
-                )
-                mixed |= set(itertools.compress(found, is_other))
-        return sorted(mixed)
+                for title, now in self._again(inputs, labels, of=[i]).items():
+                    was = before[title]
+                    assert was is not None
+                    if now is None or (
+                        len(now) == 1 and not gives_alike(self._plan, now, was[[i]])
+                    ):
+                        mixed.add(title)
+        return mixed
+
+    def _say_of_mixed(self, mixed: Collection[str]) -> None:
+        """Say which rows hang on the batch, once."""
+        if mixed:
+            self._alone.is_over = True
+            log.warning(
+                "%s: rows hang on the samples beside them, or on their place in the batch, for "
+                "some alone give others (a normalization over the batch, or tokens before samples: "
+                "is batch_first=True missing?); batch_size=1 gives each its own",
+                listed(sorted(mixed)),
+            )
 
     def _require_samples_first(
         self,
         inputs: Inputs,
         labels: Tensor | None,
-        output: Any,
+        before: Mapping[str, Tensor | None],
         *,
         n: int,
-        draws: bool,
-        may_mix: bool,
-    ) -> None:
+    ) -> set[str]:
         """See by two samples alone that a row is one a sample, and has no axis of the batch.
 
         Args:
             inputs: Of the n samples.
             labels: Theirs.
-            output: What the model gave for them.
+            before: What their pass gave, as :meth:`_kept` has it.
             n: How many, at least 2.
-            draws: Whether a pass draws random numbers, so that rows cannot be compared.
-            may_mix: Whether the network may see the samples of a batch together.
+
+        Returns:
+            What gives these other rows than in their batch.
 
         Raises:
             ShapeError: The first axis of what a layer gives is not that of the samples, or another
                 one is as long as there are of them.
         """
-
-        plan, got, rows = self._plan, self._got, self._rows
-
-        def kept(output: Any) -> dict[str, Tensor]:
-            found = {f"layer {point.name}": got[point.name] for point in plan.points}
-            scores = class_scores(output)
-            if scores is not None and (plan.save_outputs or plan.objective is not None):
-                found[f"the output of {plan.model.name}"] = scores
-            return found
-
-        def again(rows_of: list[int]) -> dict[str, Tensor]:
-            some = copied(mapped(inputs, lambda tensor: tensor[rows_of]))
-            rows.mask = None if mask is None else mask[rows_of]
-            of = None if labels is None else labels[rows_of]
-            seed_all(0, plan.device)
-            try:
-                return kept(self._run(some, of, len(tensors_of(some)[0])))
-            finally:
-                rows.mask = mask
-
-        before, mask = kept(output), rows.mask
         chosen = apart(inputs, n=n)
-        few, mixed = len(chosen), list[str]()
+        few, mixed = len(chosen), set[str]()
         try:
-            found = again(chosen)
+            found = self._again(inputs, labels, of=chosen)
         except (ModelError, LayerError):
             found = {}
         except ShapeError as error:  # of a pooling that holds something for a whole batch
@@ -328,36 +364,35 @@ class Looks(Look):
                 raise
             found = {}
         for title, now in found.items():
+            was = before[title]
+            assert was is not None
+            if now is None:
+                mixed.add(title)
+                continue
             shown = f"{title} gives {tuple(now.shape)} for {few} samples after pooling"
             if len(now) != few:
                 raise ShapeError(
                     f"{shown}, so its first axis is not that of the samples, though {n} long for "
                     f"{n} of them; {_SAMPLES_FIRST}"
                 )
-            if now.shape[1:] != before[title].shape[1:]:
+            if now.shape[1:] != was.shape[1:]:
                 raise ShapeError(
-                    f"{shown}, and {tuple(before[title].shape)} for {n}: a row is as long as the "
+                    f"{shown}, and {tuple(was.shape)} for {n}: a row is as long as the "
                     "batch, of which it says something; choose another layer"
                 )
-            mixed += [] if gives_alike(plan, now, before[title][chosen]) else [title]
-        if found and may_mix and not (mixed or draws):
-            mixed = self._others_alone(lambda i: again([i]), before, n=n)
-        if mixed and not draws:
-            log.warning(
-                "%s: rows hang on the samples beside them, or on their place in the batch, for "
-                "some alone give others (a normalization over the batch, or tokens before samples: "
-                "is batch_first=True missing?); batch_size=1 gives each its own",
-                listed(mixed),
-            )
+            if not gives_alike(self._plan, now, was[chosen]):
+                mixed.add(title)
         if found:
-            return
+            return mixed
+        self._alone.is_over = True
         # A model may be written for one size of batch alone: the samples in the other order then
         # show whether the rows go with them.
         backwards = list(range(n))[::-1]
         with contextlib.suppress(ModelError, LayerError):
-            for title, now in again(backwards).items():
+            for title, now in self._again(inputs, labels, of=backwards).items():
                 was = before[title]
-                if is_near(now, was[backwards]):
+                assert was is not None
+                if now is None or is_near(now, was[backwards]):
                     continue
                 if not is_near(now, was):
                     log.warning(
@@ -372,6 +407,35 @@ class Looks(Look):
                         f"{title} gives the same {tuple(now.shape)} for {n} samples in the other "
                         f"order, so its first axis is not that of the samples; {_SAMPLES_FIRST}"
                     )
+        return set()
+
+
+@dataclasses.dataclass
+class _Share:
+    """Which samples of each batch are looked at by themselves.
+
+    So many of the first batches, and a few of the second, the fourth, the eighth and so on: data
+    may be in order of length, and what mixes samples may do so for some of them alone.
+    """
+
+    n_first: int
+    is_over: bool = False
+    _n_batches: int = 0
+    _n_taken: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether samples of the next batch are."""
+        number = self._n_batches + 1
+        return not self.is_over and (self._n_taken < self.n_first or number & (number - 1) == 0)
+
+    def of_batch(self, n: int) -> list[int]:
+        """Those of the next batch, of n samples."""
+        most = max(self.n_first - self._n_taken, _LATER) if self.is_due and n > 1 else 0
+        self._n_batches += 1
+        chosen = sorted({round(j * (n - 1) / (most - 1)) for j in range(most)})
+        self._n_taken += len(chosen)
+        return chosen
 
 
 class Memory:
@@ -381,17 +445,19 @@ class Memory:
     generator: rows then hang on which batch came first.
 
     Attributes:
+        keeps: Whether something was another after one of them.
         first_pass: SHA-256 of what was another after the first pass; "" where nothing was. A run
             that goes on, whose first batch is another, has to find the same.
     """
 
-    def __init__(self, plan: Plan, *, is_known: bool) -> None:
+    def __init__(self, plan: Plan, *, is_known: bool, is_by_sample: bool) -> None:
+        self.keeps = False
         self.first_pass = ""
         self._plan = plan
         self._is_known = is_known
         self._n_passes = 2 if is_known and not plan.has_own_pooling else 0  # that need no look
         self._before: tuple[str, dict[str, str]] = "", {}
-        self._said_of_zeros = plan.is_by_sample
+        self._said_of_zeros = is_by_sample
 
     def before_pass(self) -> None:
         if not self._n_passes:
@@ -407,8 +473,10 @@ class Memory:
             others = sorted((name, mark) for name, mark in now.items() if marks.get(name) != mark)
             self._before = kept, now
             if kept != before or others:
+                self.keeps = True
                 self.first_pass = value_sha256([kept, others])
         elif kept != before:
+            self.keeps = True
             log.warning(
                 "%s or its pooling keeps something from pass to pass; if that enters the rows, a "
                 "run that was interrupted and goes on gives others",
@@ -497,8 +565,9 @@ def _require_same(plan: Plan, plain: Any, found: Any) -> None:
         )
 
 
-_COLLATED = 8  # items that are collated alone, of the first batch
-_ALONE = 16  # samples that go through by themselves, of the first batch
+_COLLATED = 8  # items that are collated alone, of the first batches
+_ALONE = 16  # samples that go through by themselves, of the first batches
+_LATER = 4  # of each batch whose number is a power of two
 _SAMPLES_FIRST = (
     "choose another layer, or where tokens come first pooling=function, such as lambda a: a.mean(0)"
 )

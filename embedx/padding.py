@@ -41,6 +41,7 @@ class Look:
         run: A pass of inputs, their labels and how many they are, and one back where gradients are
             wanted.
         is_known: Whether the network may be run otherwise than it is written.
+        is_by_sample: Whether it is taken to draw nothing, and to see one sample at a time.
     """
 
     _plan: Plan
@@ -49,6 +50,7 @@ class Look:
     _seen: Seen
     _run: Callable[[Inputs, Tensor | None, int], Any]
     _is_known: bool
+    _is_by_sample: bool
 
     def __post_init__(self) -> None:
         """What a kind of look holds besides; the base holds nothing."""

@@ -512,6 +512,48 @@ def test_what_shows_by_few_samples_alone_is_looked_for_in_several(
     assert "rows hang on the samples beside them" in caplog.text
 
 
+def test_what_the_first_batches_do_not_show_is_looked_for_in_later_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.rand(64, 4, 6) + 1
+    embedx.extract(CutToLongest().eval(), x, layers="out", batch_size=8, out=tmp_path / "alike")
+    assert caplog.text == ""
+    x[56:60, 3:] = 0  # of the eighth batch
+    out = tmp_path / "shorter"
+    embedx.extract(CutToLongest().eval(), x, layers="out", batch_size=8, out=out)
+    assert caplog.text.count("rows hang on the samples beside them") == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_padding_of_data_that_are_in_order_of_length_is_said(
+    num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    items = [torch.arange(3 + max(0, i - 11)) + 1 for i in range(20)]
+    loader = DataLoader(items, batch_size=4, collate_fn=padded)  # type: ignore[arg-type]
+    model = LastStep(masks=False).eval()
+    embedx.extract(model, loader, layers="out", num_workers=num_workers, out=tmp_path)
+    assert caplog.text.count("rows hang on the other items of their batch by the collate_fn") == 1
+
+
+def test_samples_go_through_alone_ever_more_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    linear = nn.functional.linear
+
+    def counted(x: Tensor, *given: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return linear(x, *given)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    x = torch.rand(400, 6)
+    embedx.extract(Plain().eval(), x, layers="linear", batch_size=4, out=tmp_path)
+    # Of the first four batches 16 samples, and 4 of the batches 8, 16, 32 and 64.
+    assert sizes.count(1) == 32
+    assert sizes.count(4) == 100
+    assert sizes[-36:] == [4] * 36
+
+
 class OwnGenerator(ByLargest):
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.from_numpy(np.random.default_rng().random(x.shape)).float()
@@ -606,6 +648,48 @@ def test_what_a_convolution_gives_has_channels_first_whatever_entered(tmp_path: 
             model(x)
             recorder.batch()
     assert np.array_equal(embedx.open(tmp_path / "b").embeddings["conv"], run.embeddings["conv"])
+
+
+class ChannelsLast(nn.Conv2d):
+    """Takes and gives pictures with channels last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous()
+
+
+def test_a_convolution_of_ones_own_may_have_channels_last(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ChannelsLast(3, 8, 3, padding=1), ChannelsLast(8, 12, 3, stride=2))
+    x = torch.randn(5, 16, 16, 3)
+    with pytest.raises(ShapeError, match=r"gap_last \(of channels last\)|pooling=gap_last"):
+        embedx.extract(model, x, layers="1", out=tmp_path)
+
+
+class Routed(nn.Module):
+    """Runs a layer where one sample of a batch wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.more = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.more(x) if (x[:, 0] > 0).any() else x
+
+
+def test_layers_that_run_for_the_sake_of_another_sample_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Routed().eval(), torch.randn(8, 6)
+    first = model.first(x)[:, 0]
+    assert (first > 0).any()
+    assert (first < 0).any()
+    embedx.extract(model, x, layers="more", out=tmp_path / "mixed")
+    assert "layer more: rows hang on the samples beside them" in caplog.text
+    caplog.clear()
+    embedx.extract(model, x[first > 0], layers="more", out=tmp_path / "alike")
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
