@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from embedx import fold
-from embedx.pooling import channels_axis
+from embedx.pooling import channels_axis, is_in_proportion, is_laid_out_first
 
 # Tokens before those of the picture: class, distillation, registers. Networks have up to 5, and
 # where it is known into what they cut the picture, others may have more.
 PREFIX_TOKENS_USUAL, PREFIX_TOKENS_MOST = 5, 16
+Channels = Literal["first", "last"]
 FIRST_FROM = 3  # blocks of one grid, of which some are shown
 
 
@@ -61,7 +61,7 @@ def grid_of(
     n: int,
     picture: tuple[int, int],
     patches: Mapping[int, tuple[int, int]] | None = None,
-    is_first: bool = False,
+    channels: Channels | None = None,
 ) -> Grid | None:
     """The grid of what a layer gives, or None where that is no set of feature maps.
 
@@ -74,7 +74,7 @@ def grid_of(
         picture: Height and width of what entered the network.
         patches: Height and width of the grids that the network cut the picture into, as far as
             known, by how many channels these have.
-        is_first: Whether channels come first, where the shape does not tell.
+        channels: Where they come, where that is known.
     """
     if not isinstance(activation, Tensor) or not activation.is_floating_point():
         return None
@@ -87,21 +87,17 @@ def grid_of(
             return None  # maps that were made flat, and not turned into tokens yet
         return _of_tokens(t, picture, grid)
     axis = channels_axis(activation, picture=picture)
-    if axis is None and not is_first:
+    if channels is not None:
+        axis = 1 if channels == "first" else 3
+    if axis is None:
         return None
     if axis == 3:
         form, h, w = "last", activation.shape[1], activation.shape[2]
     else:
         form, h, w = "first", activation.shape[2], activation.shape[3]
-    if h * w == 1 or h > picture[0] or w > picture[1] or not _is_alike((h, w), picture):
+    if h * w == 1 or h > picture[0] or w > picture[1] or not is_in_proportion((h, w), picture):
         return None
     return Grid(form, h, w)  # type: ignore[arg-type]  # one of the two
-
-
-def _is_alike(grid: tuple[int, int], picture: tuple[int, int]) -> bool:
-    """Whether a grid has the proportion of the picture, but for what borders take off."""
-    steps = picture[0] / grid[0], picture[1] / grid[1]
-    return max(steps) / min(steps) <= max(1 + 2 / min(grid), 1.1)
 
 
 def _of_tokens(t: int, picture: tuple[int, int], patches: tuple[int, int] | None) -> Grid | None:
@@ -179,7 +175,7 @@ def seen_in(
             n=n,
             picture=picture,
             patches=patches,
-            is_first=gives_channels_first(modules[name], output),
+            channels=channels_of(modules[name], output),
         )
         # What these give is given by another layer too, or is attention from token to token.
         is_bare = re.search("Dropout|Identity|Softmax", type(modules[name]).__name__)
@@ -189,15 +185,43 @@ def seen_in(
     return seen
 
 
-def gives_channels_first(module: nn.Module, output: Any) -> bool:
-    """Whether a layer gives ``(n, c, h, w)`` by what it is, or by how that lies in memory."""
-    if not isinstance(output, Tensor) or output.ndim != 4:
-        return False
-    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
-    is_such = isinstance(module, kinds) or type(module).__module__ == "torch.nn.modules.pooling"
-    if is_such and fold.is_forward_known(module):
-        return True
-    return output.stride(1) == 1 and output.is_contiguous(memory_format=torch.channels_last)
+def channels_of(module: nn.Module, output: Any) -> Channels | None:
+    """Where channels come in what a layer gives, by what it is, or by how that lies in memory.
+
+    Args:
+        module: The layer.
+        output: What it gives.
+
+    Returns:
+        None where neither tells.
+    """
+    if not isinstance(output, Tensor) or output.ndim not in (3, 4):
+        return None
+    by_memory: Channels | None = "first" if output.ndim == 4 and is_laid_out_first(output) else None
+    return _channels_by_kind(module) or by_memory
+
+
+def _channels_by_kind(module: nn.Module) -> Channels | None:
+    if not fold.is_forward_known(module):
+        return None
+    if isinstance(module, nn.Sequential):
+        for child in reversed(module):
+            if type(child).__module__ in _AS_THEY_COME and not isinstance(child, _OF_SOME_AXES):
+                continue
+            return _channels_by_kind(child)
+    if type(module).__module__ == "torch.nn.modules.pooling" or isinstance(module, _FIRST):
+        return "first"
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+        return None
+    return "last" if type(module).forward in _LAST else None
+
+
+_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+# Others are derived of these that turn what enters, and turn it back.
+_LAST = [nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward, nn.Embedding.forward]
+# Layers that leave the axes as they are.
+_AS_THEY_COME = ("torch.nn.modules.activation", "torch.nn.modules.dropout")
+_OF_SOME_AXES = nn.MultiheadAttention, nn.GLU
 
 
 def patches_in(

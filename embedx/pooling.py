@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -362,14 +362,25 @@ def may_be_channels_last(activation: Tensor, *, picture: tuple[int, int] | None 
     _, first, second, last = (builtins.max(size, 1) for size in activation.shape)
     if picture is None:
         return first == second != last
-    if activation.stride(1) == 1 and activation.is_contiguous(memory_format=torch.channels_last):
-        return False  # so do convolutions lay out what they give: the second axis is the channels
+    if is_laid_out_first(activation):
+        return False
     off_first, off_last = _off_picture(activation, picture)
     if off_last <= off_first:
         return True
     # A size that is no multiple of the stride is rounded: what is nearer may be so by that alone.
     is_exact = picture[0] * last == picture[1] * second and picture[0] % second == 0
     return not is_exact and _is_rounded((first, second), picture)
+
+
+def is_laid_out_first(activation: Tensor) -> bool:
+    """Whether ``(n, c, h, w)`` lies in memory as what convolutions give of pictures that do."""
+    return activation.stride(1) == 1 and activation.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_in_proportion(maps: tuple[int, int], picture: tuple[int, int]) -> bool:
+    """Whether maps have the proportion of the picture, but for what borders take off."""
+    steps = picture[0] / maps[0], picture[1] / maps[1]
+    return builtins.max(steps) / min(steps) <= builtins.max(1 + 2 / min(maps), 1.1)
 
 
 def channels_axis(activation: Tensor, *, picture: tuple[int, int] | None) -> int | None:
@@ -380,12 +391,20 @@ def channels_axis(activation: Tensor, *, picture: tuple[int, int] | None) -> int
         picture: Height and width of what entered the network.
 
     Returns:
-        None where both may be, as of ``(n, 32, 32, 32)``.
+        None where both may be, as of ``(n, 32, 32, 32)``, or none.
     """
     if not may_be_channels_last(activation, picture=picture):
-        return 1
+        is_sure = activation.ndim != 4 or picture is None or is_laid_out_first(activation)
+        return 1 if is_sure or _are_maps(activation, picture) else None
     off_first, off_last = (0.0, 1.0) if picture is None else _off_picture(activation, picture)
     return None if abs(off_first - off_last) < 1e-9 else 3
+
+
+def _are_maps(activation: Tensor, picture: tuple[int, int] | None) -> bool:
+    """Whether the last two of four axes may be those of maps: in proportion, and not larger."""
+    assert picture is not None
+    h, w = (builtins.max(size, 1) for size in activation.shape[2:])
+    return is_in_proportion((h, w), picture)
 
 
 def _off_picture(activation: Tensor, picture: tuple[int, int]) -> tuple[float, float]:
@@ -411,7 +430,7 @@ def choose(
     tokens: str | None = None,
     is_masked: bool = False,
     picture: tuple[int, int] | None = None,
-    is_first: bool = False,
+    channels: Literal["first", "last"] | None = None,
 ) -> str:
     """The pooling that ``auto`` means for an activation.
 
@@ -420,7 +439,7 @@ def choose(
         tokens: The pooling of the model's family for tokens, such as ``cls``.
         is_masked: Whether it is known which tokens are padding; the others are then averaged.
         picture: Height and width of what entered the network; None where it is no picture.
-        is_first: Whether of four axes the second is known to be that of the channels.
+        channels: Where they are known to come, of three or four axes.
 
     Raises:
         ShapeError: The shape could mean several things; the message lists the choices.
@@ -428,8 +447,13 @@ def choose(
     shape = tuple(activation.shape)
     if len(shape) == 2:
         return "none"
-    if len(shape) == 4 and is_first:
+    if len(shape) == 4 and channels == "first":
         return "gap"
+    if len(shape) == 3 and channels == "first" and (tokens is not None or is_masked):
+        raise ShapeError(
+            f"pooling=auto averages tokens, and {shape} has channels first; choose a function of "
+            "your own, such as lambda a: a.mean(2)"
+        )
     if len(shape) == 3 and is_masked and tokens is None and shape[1] == shape[2]:
         raise ShapeError(
             f"pooling=auto cannot tell which axis of {shape} is that of the tokens; choose "
@@ -437,13 +461,14 @@ def choose(
         )
     if len(shape) == 3 and (tokens is not None or is_masked):
         return tokens or "mean_token"
-    may_be_last = may_be_channels_last(activation, picture=picture)
     # What entered as no picture may have four axes of any meaning.
-    is_laid_out = activation.is_contiguous(memory_format=torch.channels_last)
-    if len(shape) == 4 and not may_be_last and (picture is not None or is_laid_out):
+    is_told = len(shape) == 4 and (picture is not None or is_laid_out_first(activation))
+    if is_told and channels is None and channels_axis(activation, picture=picture) == 1:
         return "gap"
     choices = "pooling=gap_last (of channels last) or pooling=gap (of channels first)"
-    if len(shape) != 4 or may_be_channels_last(activation):
+    if len(shape) == 4 and channels == "last":
+        choices = "pooling=gap_last or pooling=flatten"
+    elif len(shape) != 4 or may_be_channels_last(activation):
         choices = _choices(activation)
     if len(shape) == 3:
         choices += (

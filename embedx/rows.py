@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from embedx import layout, pooling
 from embedx.errors import ShapeError
-from embedx.grids import gives_channels_first
+from embedx.grids import channels_of
 from embedx.matrix import Array
 from embedx.points import Point
 
@@ -118,7 +118,7 @@ class Rows:
                     tokens=self._tokens,
                     is_masked=self.mask is not None,
                     picture=self.picture,
-                    is_first=layer is not None and gives_channels_first(layer, activation),
+                    channels=None if layer is None else channels_of(layer, activation),
                 )
             except ShapeError as error:
                 raise ShapeError(f"layer {point.name}: {error}") from None
@@ -137,15 +137,24 @@ class Rows:
         ]
 
     def say_of_masks(self, inputs: Mapping[str, Any]) -> None:
-        """Say what looks like a mask of padding in the first pass, and is not known as one.
+        """Say what looks like a mask of padding, and is not known as one.
+
+        Where none is known, in the first pass; beside one that leaves nothing out, in each until it
+        is said, if something else leaves out some. Beside one that does it is looked whose tokens
+        it is of.
 
         Args:
             inputs: What enters the model, by names.
         """
-        if self._is_said_of_masks:
+        if self._is_said_of_masks or not (takers := self.mask_takers):
             return
-        self._is_said_of_masks = True
-        if self.mask is None and (takers := self.mask_takers) and (name := _like_a_mask(inputs)):
+        self._is_said_of_masks = self.mask is None
+        others = {name: given for name, given in inputs.items() if name not in MASKS}
+        if self.mask is not None and not self.mask.all():
+            return
+        name = _like_a_mask(others, has_padding=self.mask is not None)
+        if name is not None:
+            self._is_said_of_masks = True
             log.warning(
                 "%s looks like a mask of padding or lengths, and is none of those known by their "
                 "names (attention_mask, src_key_padding_mask, key_padding_mask): if it is one, "
@@ -388,8 +397,10 @@ def is_like_a_mask(name: str, given: Tensor) -> bool:
     return given.ndim == 2 and is_named and bool(((given == 0) | (given == 1)).all())
 
 
-def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
+def _like_a_mask(inputs: Mapping[str, Any], *, has_padding: bool = False) -> str | None:
     """The name of truth values ``(n, t)`` beside a tensor of as many tokens, or of lengths.
+
+    Some of them are to differ, if it has padding.
 
     With axes of one entry between, such as ``(n, 1, 1, t)``, or ``(n, t, t)`` that samples do not
     share, they are taken for them too, and so are sequences of several lengths packed as one.
@@ -419,15 +430,19 @@ def _like_a_mask(inputs: Mapping[str, Any]) -> str | None:
             of_tokens = of_tokens if is_shared else of_tokens[:, -1]
         if of_tokens.ndim != 2 or name in _NO_MASKS or of_tokens.shape not in others:
             continue
+        if has_padding and bool((of_tokens == of_tokens.flatten()[:1]).all()):
+            continue
         is_named = re.search("mask|pad", name.lower()) is not None
         if tensor.dtype == torch.bool:
             return name
-        if (tensor.is_floating_point() or tensor.ndim > 2) and not is_named:
+        if (has_padding or tensor.is_floating_point() or tensor.ndim > 2) and not is_named:
             continue
         if bool(((tensor == 0) | (tensor == 1)).all()):
             return name
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or tensor.is_floating_point() or "len" not in name.lower():
+            continue
+        if has_padding and bool((tensor == tensor[:1]).all()):
             continue
         if any(one.ndim > 1 and len(one) == len(tensor) for one in tensors.values()):
             return name
@@ -490,7 +505,10 @@ def masks_unknown(names: Sequence[str]) -> ShapeError:
 
 
 _OF_SECOND_SEQUENCES = ("decoder_attention_mask", "tgt_key_padding_mask")
-_NO_MASKS = ("input_ids", "token_type_ids", "labels")
+_NO_MASKS = (
+    *("input_ids", "token_type_ids", "labels"),
+    *("special_tokens_mask", "global_attention_mask", "bool_masked_pos"),
+)
 _OF_OTHER_TOKENS = (
     *_OF_SECOND_SEQUENCES,
     *("encoder_attention_mask", "memory_key_padding_mask"),

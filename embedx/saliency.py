@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -445,14 +445,14 @@ class Network:
         patches: Into which grids it cuts the picture, by the number of channels.
         picture: Height and width of what enters.
         calls: How often each layer ran.
-        first: The layers whose channels come first in ``(n, c, h, w)``, whatever their shape.
+        channels: Where those of a layer come, as far as that is known, by its name.
     """
 
     seen: Sequence[grids.Seen]
     patches: Mapping[int, tuple[int, int]]
     picture: tuple[int, int]
     calls: Mapping[str, int]
-    first: Set[str]
+    channels: Mapping[str, grids.Channels]
 
 
 def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
@@ -476,12 +476,13 @@ def look(module: nn.Module, inputs: Tensor, *, title: str) -> Network:
             fired.clear()
             run_model(module, inputs.clone(), title=title)
     modules = dict(module.named_modules())
+    of_layers = ((name, grids.channels_of(modules[name], output)) for name, output in fired)
     return Network(
         grids.seen_in(module, fired, n=1, picture=picture),
         grids.patches_in(module, fired, n=1, picture=picture),
         picture,
         Counter(name for name, _ in fired),
-        {name for name, out in fired if grids.gives_channels_first(modules[name], out)},
+        {name: channels for name, channels in of_layers if channels is not None},
     )
 
 
@@ -491,9 +492,12 @@ def as_layer(network: Network, point: Point, activation: Tensor, *, n: int) -> L
     Raises:
         LayerError: What it gives is no set of feature maps.
     """
-    is_first = point.layer in network.first and point.what == "output"
     grid = grids.grid_of(
-        activation, n=n, picture=network.picture, patches=network.patches, is_first=is_first
+        activation,
+        n=n,
+        picture=network.picture,
+        patches=network.patches,
+        channels=network.channels.get(point.layer) if point.what == "output" else None,
     )
     if grid is None:
         names = [one.name for one in network.seen if not one.is_pooled]

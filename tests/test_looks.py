@@ -626,6 +626,49 @@ def test_what_enters_beside_tokens_may_be_of_any_kind() -> None:
     assert _like_a_mask({**beside, "pad": torch.ones(3, 1, 4)}) == "pad"
 
 
+class TwoTowers(nn.Module):
+    """Questions of one length, and documents that are padded to it, with masks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(20, 6)
+        self.question, self.document = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(
+        self, text: Tensor, attention_mask: Tensor, document: Tensor, document_mask: Tensor
+    ) -> Tensor:
+        asked = (self.question(self.tokens(text)) * attention_mask[..., None]).sum(1)
+        found = (self.document(self.tokens(document)) * document_mask[..., None]).sum(1)
+        return asked * found
+
+
+@pytest.mark.parametrize("from_row", [0, 8, 99])
+def test_a_second_mask_is_said_also_beside_one_that_leaves_nothing_out(
+    from_row: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    items = [
+        {
+            "text": torch.arange(8),
+            "attention_mask": torch.ones(8),
+            "document": torch.arange(8),
+            "document_mask": (torch.arange(8) < (5 if i >= from_row else 8)).long(),
+        }
+        for i in range(12)
+    ]
+    model = TwoTowers().eval()
+    given: dict[str, Any] = {"layers": "document", "pooling": "mean_token", "batch_size": 4}
+    embedx.extract(model, items, out=tmp_path / "a", **given)
+    said = "document_mask looks like a mask of padding"
+    assert caplog.text.count(said) == (from_row < 99)
+    caplog.clear()
+    with torch.no_grad(), embedx.record(model, "document", tmp_path / "b") as recorder:
+        for i in range(0, 12, 4):
+            model(*(torch.stack([one[key] for one in items[i : i + 4]]) for key in items[0]))
+            recorder.batch()
+    assert caplog.text.count(said) == (from_row < 99)
+
+
 class Digits(nn.Module):
     """Takes pictures without an axis of channels."""
 
@@ -663,6 +706,59 @@ def test_a_convolution_of_ones_own_may_have_channels_last(tmp_path: Path) -> Non
     x = torch.randn(5, 16, 16, 3)
     with pytest.raises(ShapeError, match=r"gap_last \(of channels last\)|pooling=gap_last"):
         embedx.extract(model, x, layers="1", out=tmp_path)
+
+
+class Windows(nn.Module):
+    """Cuts a picture into windows of tokens, and those into a batch of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.ReLU())
+        self.mix = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.GELU(), nn.Dropout())
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, h, w = x.shape
+        cut = self.conv(x).reshape(n, 12, 4, h // 4, 4, w // 4).permute(0, 2, 4, 3, 5, 1)
+        return self.out(self.mix(cut.reshape(n, 16, -1, 12)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layer", ["mix", "mix.1", "mix.2", "out"])
+def test_windows_of_tokens_are_not_taken_for_maps(layer: str, tmp_path: Path) -> None:
+    x = torch.randn(3, 3, 32, 24)
+    with pytest.raises(ShapeError, match="pooling=auto cannot tell what"):
+        embedx.extract(Windows().eval(), x, layers=layer, out=tmp_path)
+    run = embedx.extract(Windows().eval(), x, layers="conv", out=tmp_path)
+    assert run.point_attrs["conv"]["pooling"] == "gap"
+    assert run.embeddings["conv"].shape == (3, 12)
+
+
+def test_what_a_linear_layer_gives_has_channels_last_whatever_its_shape(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(3), nn.Linear(24, 24))  # (n, 3, 32, 24) of 32x24 px
+    x = torch.randn(3, 3, 32, 24)
+    with pytest.raises(ShapeError, match="choose pooling=gap_last or pooling=flatten"):
+        embedx.extract(model, x, layers="1", out=tmp_path)
+
+
+class Steps(nn.Module):
+    """Convolves steps of time, of which some are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 5, 3, padding=1)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2) * attention_mask[:, None])  # type: ignore[no-any-return]
+
+
+def test_channels_of_a_convolution_over_time_are_not_taken_for_tokens(tmp_path: Path) -> None:
+    x, mask = torch.randn(3, 5, 4), torch.ones(3, 5)
+    mask[0, 3:] = 0
+    data = [{"x": one, "attention_mask": of} for one, of in zip(x, mask, strict=True)]
+    with pytest.raises(ShapeError, match="has channels first; choose a function of your own"):
+        embedx.extract(Steps().eval(), data, layers="conv", out=tmp_path)
 
 
 class Routed(nn.Module):

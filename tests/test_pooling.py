@@ -87,15 +87,21 @@ def test_maps_that_are_a_picture_with_channels_last_are_not_averaged_over_them(
         pooling.choose(torch.zeros(shape), picture=picture)
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 768, 2, 3), (2, 32, 58, 90), (2, 512, 1, 1), (2, 512, 7, 7), (2, 512, 1, 26)]
-)
-def test_maps_with_channels_first_are_averaged_whatever_the_proportion_of_the_picture(
-    shape: tuple[int, ...],
-) -> None:
+@pytest.mark.parametrize("shape", [(2, 768, 2, 3), (2, 32, 58, 90), (2, 512, 1, 1)])
+def test_maps_in_the_proportion_of_the_picture_are_averaged(shape: tuple[int, ...]) -> None:
     assert pooling.choose(torch.zeros(shape), picture=(64, 96)) == "gap"
     laid_out = torch.zeros(2, 9, 9, 9).contiguous(memory_format=torch.channels_last)
     assert pooling.choose(laid_out, picture=(96, 96)) == "gap"
+
+
+@pytest.mark.parametrize("shape", [(2, 512, 7, 7), (2, 512, 1, 26), (2, 4, 49, 256)])
+def test_maps_in_another_proportion_are_averaged_where_their_layer_is_known(
+    shape: tuple[int, ...],
+) -> None:
+    assert pooling.choose(torch.zeros(shape), picture=(64, 96), channels="first") == "gap"
+    for channels in (None, "last"):
+        with pytest.raises(ShapeError, match="cannot tell what .* means; choose pooling=gap_last"):
+            pooling.choose(torch.zeros(shape), picture=(64, 96), channels=channels)  # type: ignore[arg-type]
 
 
 def test_names_are_one_for_all_or_one_each() -> None:
