@@ -83,12 +83,15 @@ class Ablation:
             return axis, "all"
         return axis, [numbers] if isinstance(numbers, int) else list(numbers)
 
-    def changed(self, value: Tensor, seen: Seen) -> Tensor:
+    def changed(
+        self, value: Tensor, seen: Seen, *, channels: Literal["first", "last"] | None = None
+    ) -> Tensor:
         """The tensor with that part of it changed.
 
         Args:
             value: What the layer gives, shape ``(n, ...)``.
             seen: What is known of the pass.
+            channels: Where those of the layer come, where that is known.
 
         Raises:
             LayerError: A number is out of the range of the layer.
@@ -102,7 +105,7 @@ class Ablation:
                 "axis is not that of the samples; change it from Python, with embedx.intervene"
             )
         seen.sizes |= set(value.shape[1:])
-        axis = self._axis(name, value, seen)
+        axis = self._axis(name, value, seen, channels)
         if self not in seen.told:
             seen.told.append(self)
             shape = ", ".join(map(str, value.shape[1:]))
@@ -154,16 +157,22 @@ class Ablation:
             chosen = chosen.mean(places, keepdim=True).expand_as(chosen)
         return value.index_copy(axis, index, chosen)
 
-    def _axis(self, name: str, value: Tensor, seen: Seen) -> int:
+    def _axis(
+        self, name: str, value: Tensor, seen: Seen, channels: Literal["first", "last"] | None
+    ) -> int:
         axis = channels_axis(value, picture=seen.picture)
-        is_last = axis == 3
+        is_last, is_first = axis == 3, channels == "first"
         is_unclear = axis is None or (value.ndim == 4 and len(set(value.shape[1:])) == 1)
         if value.ndim == 5:  # of videos: time comes second where channels come last
             is_unclear = value.shape[4] > max(value.shape[1:4])
+        if channels is not None:
+            is_last, is_unclear = channels == "last", False
         fits = {
             "channels": value.ndim >= 3 and not is_last and not is_unclear,
-            "units": value.ndim in (2, 3) or (is_last and not is_unclear),
-            "tokens": value.ndim == 3,
+            "units": value.ndim == 2
+            or (value.ndim == 3 and not is_first)
+            or (value.ndim == 4 and is_last and not is_unclear),
+            "tokens": value.ndim == 3 and not is_first,
         }
         if not fits[name]:
             choices = " or ".join(key for key in _AXES if fits[key])

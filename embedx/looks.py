@@ -17,6 +17,7 @@ from embedx import hooks
 from embedx.ablations import Ablation, Seen
 from embedx.errors import LayerError, ModelError, ShapeError, listed
 from embedx.fingerprints import code_sha256, state_marks, value_sha256
+from embedx.grids import channels_of
 from embedx.inputs import (
     Batch,
     Batches,
@@ -113,6 +114,9 @@ class Looks(Look):
         captured, mixed = dict[str, Tensor](), set[str]()
         to_collate, to_pass = (share.of_batch(n) for share in (self._collated, self._alone))
         if to_collate and piece.rows is None and not (draws or keeps or self._plan.source.draws):
+            mask = self._rows.mask
+            if mask is not None and mask.ndim == 2 and len(mask) == n:
+                to_collate = sorted({*to_collate, int(mask.sum(1).argmin())})
             captured = {one.name: self._got[one.name].clone() for one in self._plan.points}
         if not self._are_passes_compared:
             self._are_passes_compared = True
@@ -534,15 +538,20 @@ def own_generators(module: nn.Module) -> list[str]:
 
 def _ablating(plan: Plan, seen: Seen) -> hooks.Intervention:
     changes: dict[str, list[hooks.Change]] = {}
+    layers = dict(plan.model.module.named_modules())
     for point, one in plan.ablated:
-        change = functools.partial(_unless_plain, one, seen)
+        layer = layers[point.layer] if point.what == "output" else None
+        change = functools.partial(_unless_plain, one, seen, layer)
         changes.setdefault(point.name, []).append(change)
     # They stand in the identity as they were asked for, and hold the batch at hand.
     return hooks.intervene(plan.model.module, changes, is_told=False)
 
 
-def _unless_plain(ablation: Ablation, seen: Seen, value: Tensor) -> Tensor:
-    return value if seen.is_plain else ablation.changed(value, seen)
+def _unless_plain(ablation: Ablation, seen: Seen, layer: nn.Module | None, value: Tensor) -> Tensor:
+    if seen.is_plain:
+        return value
+    channels = None if layer is None else channels_of(layer, value)
+    return ablation.changed(value, seen, channels=channels)
 
 
 def _asked_for(plan: Plan) -> str:

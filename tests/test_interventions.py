@@ -285,6 +285,46 @@ def test_wrong_ablations(ablate: Any, error: type[EmbedxError], words: str, tmp_
     assert not (tmp_path / "o").exists()
 
 
+class OverTime(nn.Module):
+    """Convolves steps of time, then works on (n, t, f, c) of a spectrogram."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.steps, self.mix, self.head = nn.Conv1d(6, 6, 3), nn.Linear(4, 4), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x.permute(0, 3, 2, 1))  # (n, 8, 6, 4)
+        return self.head(self.steps(x.mean(3).transpose(1, 2)).mean(2).repeat(1, 6)[:, :32])
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "words"),
+    [
+        ("mix", "channels", r"gives \(10, 8, 6, 4\), which has no channels; give units"),
+        ("steps", "tokens", r"gives \(10, 6, 6\), which has no tokens; give channels"),
+        ("steps", "units", "which has no units; give channels"),
+    ],
+)
+def test_where_channels_are_is_told_by_the_layer(
+    at: str, wrong: str, words: str, tmp_path: Path
+) -> None:
+    model, x = OverTime().eval(), torch.randn(10, 4, 6, 8)
+    given: dict[str, Any] = {"layers": "head", "pooling": "none"}
+    with pytest.raises(ShapeError, match=words):
+        embedx.extract(model, x, ablate=[{"at": at, wrong: 1}], out=tmp_path / "no", **given)
+    right = words.rpartition(" ")[2]
+    run = embedx.extract(model, x, ablate=[{"at": at, right: 1}], out=tmp_path / "run", **given)
+    axis = 3 if right == "units" else 1
+
+    def without(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output.index_fill(axis, torch.tensor([1]), 0)
+
+    with torch.no_grad(), model.get_submodule(at).register_forward_hook(without):
+        alone = torch.cat([model(one[None]) for one in x])
+    np.testing.assert_allclose(run.embeddings["head"], alone, atol=1e-6)
+
+
 def test_layers_whose_samples_are_not_first_are_refused(tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
