@@ -191,7 +191,9 @@ class _Forward:
             # A whole pass of such shapes has shown that each layer runs once.
             shapes = tuple(tensor.shape[1:] for tensor in tensors_of(inputs))
             got.stops_early = self._may_stop_early and shapes in self._whole
-            states = None if self._is_draw_looked_at else random_states(plan.device)
+            # What is taken to draw nothing is not looked at again; other code may draw for some.
+            is_looked_at = self._draws or (self._is_by_sample and self._is_draw_looked_at)
+            states = None if is_looked_at else random_states(plan.device)
             # The model may work in place on what enters it.
             entered = mapped(inputs, torch.clone) if self._looks.are_due else inputs
             output = self._run(inputs, labels, piece.size)

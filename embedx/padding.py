@@ -177,7 +177,9 @@ class PaddingLook(Look):
         module, title, rows = self._plan.model.module, self._plan.model.name, self._rows
         layers = dict(module.named_modules())
         fused = any(isinstance(layer, nn.TransformerEncoder) for layer in layers.values())
-        takers = rows.mask_takers if rows.mask is None and not self._is_known else []
+        # A mask that leaves nothing out says nothing of a sequence beside its own.
+        is_unknown = rows.mask is None or bool(rows.mask.all())
+        takers = rows.mask_takers if is_unknown and not self._is_known else []
         if not fused and not (takers and any(isinstance(x, _MASKED) for x in layers.values())):
             return
         masked: list[str] = []

@@ -63,7 +63,7 @@ def gap(activation: Tensor) -> Tensor:
         Lin, Chen, Yan 2014, Network In Network, arXiv:1312.4400.
     """
     _expect(activation, "gap", (4, 5), "(n, c, h, w)")
-    return activation.flatten(2).mean(2)
+    return _mean(activation.flatten(2), 2)
 
 
 def gap_last(activation: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def gap_last(activation: Tensor) -> Tensor:
         ShapeError: ``activation`` is not 4-dimensional.
     """
     _expect(activation, "gap_last", (4,), "(n, h, w, c)")
-    return activation.flatten(1, 2).mean(1)
+    return _mean(activation.flatten(1, 2), 1)
 
 
 def max(activation: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def mean_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """
     _expect(activation, "mean_token", (3,), "(n, t, d)")
     if mask is None:
-        return activation.mean(1)
+        return _mean(activation, 1)
     is_token = _is_token(activation, mask)
     # Padding may hold anything, NaN too, and 0 * NaN is NaN.
     kept = torch.where(is_token, activation, 0)
@@ -191,6 +191,12 @@ def max_token(activation: Tensor, *, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         return activation.amax(1)
     return torch.where(_is_token(activation, mask), activation, -torch.inf).amax(1)
+
+
+def _mean(values: Tensor, axis: int) -> Tensor:
+    """The average along an axis, of whole numbers and booleans too."""
+    is_counted = not (values.is_floating_point() or values.is_complex())
+    return values.mean(axis, dtype=torch.float32 if is_counted else None)
 
 
 def _is_token(activation: Tensor, mask: Tensor) -> Tensor:

@@ -669,6 +669,48 @@ def test_a_second_mask_is_said_also_beside_one_that_leaves_nothing_out(
     assert caplog.text.count(said) == (from_row < 99)
 
 
+class OwnPadding(TwoTowers):
+    """Knows by the numbers of words which of a document are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 1, 8, batch_first=True)
+
+    def forward(self, text: Tensor, attention_mask: Tensor, document: Tensor) -> Tensor:  # type: ignore[override]
+        asked = (self.question(self.tokens(text)) * attention_mask[..., None]).sum(1)
+        found = self.layer(self.tokens(document), src_key_padding_mask=document == 0)
+        return asked * found[:, 0]
+
+
+def test_padding_within_is_said_also_beside_a_mask_that_leaves_nothing_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = torch.arange(8) + 1
+    document[5:] = 0
+    item = {"text": torch.arange(8), "attention_mask": torch.ones(8), "document": document}
+    given: dict[str, Any] = {"layers": "layer", "pooling": "mean_token"}
+    embedx.extract(OwnPadding().eval(), [item] * 6, out=tmp_path, **given)
+    assert "masks padding by itself, at layer" in caplog.text
+
+
+class DrawsForSome(ByLargest):
+    """Fills what is missing with noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            x = torch.where(x.isnan(), torch.randn(x.shape), x)
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_a_network_that_draws_for_some_samples_alone_is_said_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.rand(20, 6)
+    x[17, 2] = torch.nan
+    embedx.extract(DrawsForSome().eval(), x, layers="linear", batch_size=4, out=tmp_path)
+    assert caplog.text.count("draws random numbers in its passes") == 1
+
+
 class Digits(nn.Module):
     """Takes pictures without an axis of channels."""
 

@@ -94,6 +94,16 @@ def test_maps_in_the_proportion_of_the_picture_are_averaged(shape: tuple[int, ..
     assert pooling.choose(laid_out, picture=(96, 96)) == "gap"
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+def test_whole_numbers_have_averages(dtype: torch.dtype) -> None:
+    values = torch.arange(2 * 4 * 5 * 6).reshape(2, 4, 5, 6) % 3
+    for name, axes in (("gap", (2, 3)), ("gap_last", (1, 2))):
+        pooled = pooling.POOLINGS[name](values.to(dtype))
+        assert torch.allclose(pooled.double(), values.to(dtype).double().mean(axes))
+    pooled = pooling.mean_token(values[0].to(dtype))
+    assert torch.allclose(pooled.double(), values[0].to(dtype).double().mean(1))
+
+
 @pytest.mark.parametrize("shape", [(2, 512, 7, 7), (2, 512, 1, 26), (2, 4, 49, 256)])
 def test_maps_in_another_proportion_are_averaged_where_their_layer_is_known(
     shape: tuple[int, ...],
