@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -132,8 +132,8 @@ class Looks(Look):
         self._alone.is_over |= keeps or draws
         if to_pass and not self._alone.is_over:
             mixed |= self._others_alone(inputs, labels, before, of=to_pass)
-        if not draws:
-            self._say_of_mixed(mixed)
+        if not (draws or keeps):
+            self._say_of_mixed(mixed, before)
         self._padding.after_pass(batch, inputs, labels, output, seed=seed, draws=draws, keeps=keeps)
         if captured:
             self._say_of_collating(batch, captured, labels, enter, of=to_collate)
@@ -185,13 +185,12 @@ class Looks(Look):
                     if not gives_alike(plan, self._got[name], row[[i]])
                 }
         rows.mask, seen.strangers, rows.picture = held
-        if others:
-            self._collated.is_over = True
+        if new := self._collated.new(others, before):
             log.warning(
                 "%s: rows hang on the other items of their batch by the collate_fn, as on the "
                 "longest of them where it pads: an item that is collated alone has another one; "
                 "let %s leave padding out, or take batch_size=1",
-                listed(sorted(others)),
+                listed(new),
                 plan.model.name,
             )
 
@@ -323,15 +322,14 @@ class Looks(Look):
                         mixed.add(title)
         return mixed
 
-    def _say_of_mixed(self, mixed: Collection[str]) -> None:
-        """Say which rows hang on the batch, once."""
-        if mixed:
-            self._alone.is_over = True
+    def _say_of_mixed(self, mixed: Set[str], every: Collection[str]) -> None:
+        """Say which rows of all hang on the batch, once of each."""
+        if new := self._alone.new(mixed, every):
             log.warning(
                 "%s: rows hang on the samples beside them, or on their place in the batch, for "
                 "some alone give others (a normalization over the batch, or tokens before samples: "
                 "is batch_first=True missing?); batch_size=1 gives each its own",
-                listed(sorted(mixed)),
+                listed(new),
             )
 
     def _require_samples_first(
@@ -426,6 +424,7 @@ class _Share:
     is_over: bool = False
     _n_batches: int = 0
     _n_taken: int = 0
+    _said: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def is_due(self) -> bool:
@@ -440,6 +439,13 @@ class _Share:
         chosen = sorted({round(j * (n - 1) / (most - 1)) for j in range(most)})
         self._n_taken += len(chosen)
         return chosen
+
+    def new(self, mixed: Set[str], every: Collection[str]) -> list[str]:
+        """What mixes samples and was not said to; when that is all, none are looked at any more."""
+        found = sorted(mixed - self._said)
+        self._said |= mixed
+        self.is_over |= len(self._said) == len(every)
+        return found
 
 
 class Memory:

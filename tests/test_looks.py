@@ -524,6 +524,26 @@ def test_what_the_first_batches_do_not_show_is_looked_for_in_later_ones(
     assert caplog.text.count("rows hang on the samples beside them") == 1
 
 
+def test_layers_that_mix_samples_later_than_others_are_said_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Both(ByLargest):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = nn.Identity(), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            late = self.late(x * (2 if (x > 100).any() else 1))
+            return self.early(late - late.mean(0))  # type: ignore[no-any-return]
+
+    x = torch.rand(64, 6)
+    x[63] = 1e4
+    embedx.extract(Both().eval(), x, layers=["early", "late"], batch_size=8, out=tmp_path)
+    said = [one.getMessage().partition(":")[0] for one in caplog.records]
+    assert said == ["layer early", "layer late"]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_padding_of_data_that_are_in_order_of_length_is_said(
     num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
