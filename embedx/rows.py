@@ -83,7 +83,8 @@ class Rows:
                 f"layer {point.name} gives a quantized, sparse or nested tensor, or one on meta; "
                 "choose a layer whose output is dense"
             )
-        if point.name not in self._shapes:
+        is_first = point.name not in self._shapes
+        if is_first:
             self._settle(point, activation)
         chosen = self._poolings[point.name]
         assert chosen.function is not None
@@ -107,7 +108,24 @@ class Rows:
                 f"layer {point.name}: pooling={chosen.name} gives a {type(pooled).__name__}; let "
                 "it give a tensor (n, d)"
             )
+        if is_first and chosen.name in _AVERAGES:
+            self._say_of_cancelled(point, activation, pooled)
         return pooled.clone() if is_own else pooled
+
+    def _say_of_cancelled(self, point: Point, activation: Tensor, pooled: Tensor) -> None:
+        """Say where averages are nothing but the rounding of what they are of.
+
+        As of a normalization over the very axes that are averaged, by which they are zero.
+        """
+        if activation.is_complex() or not pooled.numel():
+            return
+        if pooled.abs().max() < 1e-6 * activation.float().abs().mean():
+            log.warning(
+                "%s: its averages by pooling=%s cancel to rounding, as those of a normalization "
+                "over the same axes do, so that rows mean nothing; choose another layer or pooling",
+                point.name,
+                self._poolings[point.name].name,
+            )
 
     def _settle(self, point: Point, activation: Tensor) -> None:
         if self._poolings[point.name].name == "auto":
@@ -519,6 +537,7 @@ _SECOND_SEQUENCES = (
     *("prev_output_tokens", "passage_ids", "visual_embeds", "visual_feats"),
 )
 _OF_SOUND = ("input_features", "input_values")
+_AVERAGES = ("gap", "gap_last", "mean_token")
 # Below these the largest number of a row has less than eight binary digits.
 _FEW_DIGITS = {"float16": 2.0**-17, "float32": 2.0**-142}
 _LEAVES_NOTHING = -100  # exp of it, beside that of 0

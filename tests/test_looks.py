@@ -713,6 +713,18 @@ def test_padding_within_is_said_also_beside_a_mask_that_leaves_nothing_out(
     assert "masks padding by itself, at layer" in caplog.text
 
 
+def test_averages_that_cancel_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.ReLU()).eval()
+    x = torch.randn(5, 3, 12, 12)
+    embedx.extract(model, x, layers=["0", "1", "2"], pooling="gap", out=tmp_path / "a")
+    said = [one.getMessage().partition(":")[0] for one in caplog.records]
+    assert said == ["1"]
+    embedx.extract(model, 0 * x, layers=["1", "2"], pooling="gap", out=tmp_path / "b")
+    embedx.extract(model, x, layers="1", pooling="max", out=tmp_path / "c")
+    assert len(caplog.records) == 1
+
+
 class DrawsForSome(ByLargest):
     """Fills what is missing with noise."""
 
