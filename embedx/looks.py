@@ -112,11 +112,8 @@ class Looks(Look):
         """
         n, before = piece.size, self._kept(output)
         captured, mixed = dict[str, Tensor](), set[str]()
-        to_collate, to_pass = (share.of_batch(n) for share in (self._collated, self._alone))
+        to_collate, to_pass = (share.of_batch(n, inputs) for share in (self._collated, self._alone))
         if to_collate and piece.rows is None and not (draws or keeps or self._plan.source.draws):
-            mask = self._rows.mask
-            if mask is not None and mask.ndim == 2 and len(mask) == n:
-                to_collate = sorted({*to_collate, int(mask.sum(1).argmin())})
             captured = {one.name: self._got[one.name].clone() for one in self._plan.points}
         if not self._are_passes_compared:
             self._are_passes_compared = True
@@ -432,13 +429,13 @@ class _Share:
         number = self._n_batches + 1
         return not self.is_over and (self._n_taken < self.n_first or number & (number - 1) == 0)
 
-    def of_batch(self, n: int) -> list[int]:
-        """Those of the next batch, of n samples."""
+    def of_batch(self, n: int, inputs: Inputs) -> list[int]:
+        """Those of the next batch, of n samples: spread evenly, and those that are padded most."""
         most = max(self.n_first - self._n_taken, _LATER) if self.is_due and n > 1 else 0
         self._n_batches += 1
-        chosen = sorted({round(j * (n - 1) / (most - 1)) for j in range(most)})
+        chosen = {round(j * (n - 1) / (most - 1)) for j in range(most)}
         self._n_taken += len(chosen)
-        return chosen
+        return sorted(chosen | (_most_and_least_filled(inputs, n=n) if chosen else set()))
 
     def new(self, mixed: Set[str], every: Collection[str]) -> list[str]:
         """What mixes samples and was not said to; when that is all, none are looked at any more."""
@@ -446,6 +443,20 @@ class _Share:
         self._said |= mixed
         self.is_over |= len(self._said) == len(every)
         return found
+
+
+def _most_and_least_filled(inputs: Inputs, *, n: int) -> set[int]:
+    """Of each tensor the samples that have the most and the fewest entries other than zero.
+
+    Of data and of a mask, in any spelling, one of them has the most padding.
+    """
+    found: set[int] = set()
+    for tensor in tensors_of(inputs):
+        if tensor.ndim > 1 and len(tensor) == n:
+            filled = (tensor != 0).flatten(1).sum(1)
+            if filled.min() < filled.max():
+                found |= {int(filled.argmin()), int(filled.argmax())}
+    return found
 
 
 class Memory:

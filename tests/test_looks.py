@@ -544,6 +544,21 @@ def test_layers_that_mix_samples_later_than_others_are_said_too(
     assert said == ["layer early", "layer late"]
 
 
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_the_shortest_item_is_among_those_collated_alone(
+    has_mask: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def collated(items: list[Tensor]) -> dict[str, Tensor]:
+        found = padded(items)
+        return found if has_mask else {"text": found["text"]}
+
+    items = [torch.arange(3 if i == 17 else 8) + 1 for i in range(32)]
+    loader = DataLoader(items, batch_size=32, collate_fn=collated)  # type: ignore[arg-type]
+    model = LastStep(masks=False).eval()
+    embedx.extract(model, loader, layers="out", out=tmp_path)
+    assert "rows hang on the other items of their batch by the collate_fn" in caplog.text
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_padding_of_data_that_are_in_order_of_length_is_said(
     num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -601,9 +616,11 @@ class LastStep(nn.Module):
         self.tokens, self.lstm = nn.Embedding(20, 8), nn.LSTM(8, 6, batch_first=True)
         self.out = nn.Linear(6, 3)
 
-    def forward(self, text: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, text: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         steps, _ = self.lstm(self.tokens(text))
-        last = attention_mask.sum(1) - 1 if self.masks else torch.full((len(text),), -1)
+        last = torch.full((len(text),), -1)
+        if self.masks and attention_mask is not None:
+            last = attention_mask.sum(1) - 1
         return self.out(steps[torch.arange(len(text)), last])  # type: ignore[no-any-return]
 
 
