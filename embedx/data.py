@@ -215,7 +215,7 @@ def in_memory(
     classes: Sequence[Any] | None = None
     names: list[str] = []
     numbers: list[int] | None = None
-    aloud = [] if looked is None else _told(looked, kind)
+    aloud = [] if looked is None else _told(looked, kind, is_collated=collate is not None)
     seen: list[int] | None = None
     if labels is None:
         classes = _classes(items)
@@ -570,6 +570,8 @@ class Looked:
         draws: Whether reading or collating draws random numbers.
         is_unsteady: Whether an item is another when it is read again, all the same.
         are_padded: Whether collating makes an item longer beside another, and gives no mask.
+        n_parts: How many parts an item or what is collated has, of which some are left out that
+            the network may want; 0 where there are none.
     """
 
     fingerprint: str
@@ -579,11 +581,19 @@ class Looked:
     draws: bool
     is_unsteady: bool
     are_padded: bool = False
+    n_parts: int = 0
 
 
-def _told(looked: Looked, kind: str) -> list[str]:
+def _told(looked: Looked, kind: str, *, is_collated: bool) -> list[str]:
     """What the user should be told aloud."""
     told = []
+    if looked.n_parts:
+        what = "the collate_fn of {} gives {} parts" if is_collated else "items of {} have {} parts"
+        told.append(
+            f"{what.format(kind, looked.n_parts)}, of which the first enters the network, the "
+            "second may be the label, and the others are left out; if the network takes more of "
+            "them, give a dict by the names of its arguments"
+        )
     if looked.are_padded:
         told.append(
             f"the collate_fn of {kind} pads the samples of a batch to one length and gives no mask "
@@ -658,6 +668,7 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
                 )
             together = _require_order_kept(list(good.values()), collate)
             are_padded = _are_padded(list(good.values()), collate)
+        n_parts = _parts_of(good, collate)
         few = list(good)[:_READ_TWICE]
         is_unsteady = any(read(row)[1:] != sample[row][1:] for row in few)
         # By torch.initial_seed(), say, from which an item seeds a generator of its own.
@@ -684,7 +695,32 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
         draws=any(drawn),
         is_unsteady=is_unsteady,
         are_padded=are_padded,
+        n_parts=n_parts,
     )
+
+
+def _parts_of(good: Mapping[int, Any], collate: Callable[[list[Any]], Any] | None) -> int:
+    """How many parts items have, where one after the second is a number or an array.
+
+    Paths and the number of the row are none that a network takes.
+    """
+    for row, raw in good.items():
+        parts = raw
+        if collate is not None:
+            parts = None
+            with contextlib.suppress(Exception):  # of odd items it may fail, as their batch does
+                parts = collate([_apart(raw)])
+        if not isinstance(parts, (tuple, list) if collate is not None else tuple):
+            continue
+        for part in parts[2:]:
+            values = None
+            with contextlib.suppress(DataError):
+                values = np.asarray(part) if isinstance(part, (int, float)) else as_array(part)
+            if values is None or values.dtype.kind not in "fiub":
+                continue
+            if values.size != 1 or values.reshape(-1)[0] != row:
+                return len(parts)
+    return 0
 
 
 def _has_label(raw: Any) -> bool:

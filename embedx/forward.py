@@ -195,7 +195,7 @@ class _Forward:
             is_looked_at = self._draws or (self._is_by_sample and self._is_draw_looked_at)
             states = None if is_looked_at else random_states(plan.device)
             # The model may work in place on what enters it.
-            entered = mapped(inputs, torch.clone) if self._looks.are_due else inputs
+            entered = mapped(inputs, torch.clone) if self._looks.are_due(inputs) else inputs
             output = self._run(inputs, labels, piece.size)
             draws = states is not None and random_states(plan.device) != states
             if draws and self._is_by_sample:
@@ -256,7 +256,7 @@ class _Forward:
         mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
         rows.mask = None if mask is None else mask.to(plan.device)
         self._seen.strangers = strangers_to(rows.mask, given)
-        rows.say_of_masks(given)
+        rows.note_masks(given)
         rows.picture = picture_size(tensors_of(inputs))
         return inputs
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Set
@@ -53,17 +54,17 @@ class Looks(Look):
             self._is_by_sample,
         )
         self._stack = contextlib.ExitStack()
+        self._is_call_looked_at = False
         self._are_changes_looked_at = self._plan.objective is None and not self._plan.ablated
         self._are_samples_looked_at = False
         self._alone = _Share(_ALONE, is_over=self._is_by_sample)
         self._collated = _Share(_COLLATED, is_over=self._plan.source.collate is None)
         self._are_passes_compared = self._plan.objective is not None or bool(self._plan.ablated)
 
-    @property
-    def are_due(self) -> bool:
-        """Whether the next pass may be one to look at."""
+    def are_due(self, inputs: Inputs) -> bool:
+        """Whether the pass of what enters next may be one to look at."""
         are_first = not (self._are_samples_looked_at and self._are_passes_compared)
-        return are_first or self._padding.are_due or self._alone.is_due
+        return are_first or self._padding.are_due or self._alone.is_due(inputs)
 
     def end(self) -> None:
         """Take the ablations away again."""
@@ -75,6 +76,9 @@ class Looks(Look):
         Raises:
             LayerError: What is asked for changes what the model gives.
         """
+        if not self._is_call_looked_at:
+            self._is_call_looked_at = True
+            self._say_of_lengths(inputs)
         if not self._are_changes_looked_at:
             self._are_changes_looked_at = True
             self._look_at_changes(inputs, labels, n=n, seed=seed)
@@ -134,6 +138,24 @@ class Looks(Look):
         self._padding.after_pass(batch, inputs, labels, output, seed=seed, draws=draws, keeps=keeps)
         if captured:
             self._say_of_collating(batch, captured, labels, enter, of=to_collate)
+
+    def _say_of_lengths(self, inputs: Inputs) -> None:
+        """Say where what is taken for the label of an item may be the length that a network takes.
+
+        That of ``(text, length)`` is a whole number as a label is, and a network that may do
+        without it runs.
+        """
+        if not (isinstance(inputs, Tensor) and self._plan.source.labels_in_items):
+            return
+        with contextlib.suppress(ValueError, TypeError):  # what C does has no signature
+            taken = inspect.signature(self._plan.model.module.forward).parameters
+            if name := next((name for name in taken if "len" in name.lower()), None):
+                log.warning(
+                    "%s may take %s, and is given the first part of each item alone: the second is "
+                    "taken for the label; if it is that, give a dict by the names of the arguments",
+                    self._plan.model.name,
+                    name,
+                )
 
     def _say_of_collating(
         self,
@@ -413,26 +435,30 @@ class Looks(Look):
 class _Share:
     """Which samples of each batch are looked at by themselves.
 
-    So many of the first batches, and a few of the second, the fourth, the eighth and so on: data
-    may be in order of length, and what mixes samples may do so for some of them alone.
+    So many of the first batches, and a few of the second, the fourth, the eighth and so on, and of
+    the first that has padding: data may be in order of length, and what mixes samples may do so for
+    some of them alone.
     """
 
     n_first: int
     is_over: bool = False
     _n_batches: int = 0
     _n_taken: int = 0
+    _was_padded: bool = False
     _said: set[str] = dataclasses.field(default_factory=set)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether samples of the next batch are."""
+    def is_due(self, inputs: Inputs) -> bool:
+        """Whether samples of the next batch are, by its number or by what enters."""
         number = self._n_batches + 1
-        return not self.is_over and (self._n_taken < self.n_first or number & (number - 1) == 0)
+        is_one = self._n_taken < self.n_first or number & (number - 1) == 0
+        return not self.is_over and (is_one or (not self._was_padded and _is_padded(inputs)))
 
     def of_batch(self, n: int, inputs: Inputs) -> list[int]:
         """Those of the next batch, of n samples: spread evenly, and those that are padded most."""
-        most = max(self.n_first - self._n_taken, _LATER) if self.is_due and n > 1 else 0
+        is_one = n > 1 and self.is_due(inputs)
+        most = max(self.n_first - self._n_taken, _LATER) if is_one else 0
         self._n_batches += 1
+        self._was_padded = self._was_padded or (is_one and _is_padded(inputs))
         chosen = {round(j * (n - 1) / (most - 1)) for j in range(most)}
         self._n_taken += len(chosen)
         return sorted(chosen | (_most_and_least_filled(inputs, n=n) if chosen else set()))
@@ -443,6 +469,16 @@ class _Share:
         self._said |= mixed
         self.is_over |= len(self._said) == len(every)
         return found
+
+
+def _is_padded(inputs: Inputs) -> bool:
+    """Whether some samples have fewer words, or true values in a mask, than others."""
+    for tensor in tensors_of(inputs):
+        if tensor.ndim == 2 and not tensor.is_floating_point():
+            filled = (tensor != 0).sum(1)
+            if len(filled) and bool(filled.min() < filled.max()):
+                return True
+    return False
 
 
 def _most_and_least_filled(inputs: Inputs, *, n: int) -> set[int]:

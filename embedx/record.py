@@ -164,7 +164,7 @@ class Recorder:
                 self._rows.strangers = [
                     name for name in strangers if name != "labels" or self._has_decoder
                 ]
-                self._rows.say_of_masks(inputs)
+                self._rows.note_masks(inputs)
         self._has_begun = True
 
     @contextlib.contextmanager

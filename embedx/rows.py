@@ -66,6 +66,7 @@ class Rows:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._vanished: set[str] = set()
         self._is_said_of_masks = False
+        self._unknown_mask: str | None = None
 
     def reduce(self, point: Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
@@ -154,8 +155,8 @@ class Rows:
             if chosen.name == "auto" or chosen.takes_mask
         ]
 
-    def say_of_masks(self, inputs: Mapping[str, Any]) -> None:
-        """Say what looks like a mask of padding, and is not known as one.
+    def note_masks(self, inputs: Mapping[str, Any]) -> None:
+        """Note what looks like a mask of padding and is not known as one, to be said of the rows.
 
         Where none is known, in the first pass; beside one that leaves nothing out, in each until it
         is said, if something else leaves out some. Beside one that does it is looked whose tokens
@@ -164,14 +165,17 @@ class Rows:
         Args:
             inputs: What enters the model, by names.
         """
-        if self._is_said_of_masks or not (takers := self.mask_takers):
+        if self._is_said_of_masks or not self.mask_takers:
             return
         self._is_said_of_masks = self.mask is None
-        others = {name: given for name, given in inputs.items() if name not in MASKS}
-        if self.mask is not None and not self.mask.all():
-            return
-        name = _like_a_mask(others, has_padding=self.mask is not None)
-        if name is not None:
+        if self.mask is None or self.mask.all():
+            others = {name: given for name, given in inputs.items() if name not in MASKS}
+            self._unknown_mask = _like_a_mask(others, has_padding=self.mask is not None)
+
+    def _say_of_masks(self) -> None:
+        """Say it, once it is known which poolings take one."""
+        name, self._unknown_mask = self._unknown_mask, None
+        if name is not None and (takers := self.mask_takers):
             self._is_said_of_masks = True
             log.warning(
                 "%s looks like a mask of padding or lengths, and is none of those known by their "
@@ -205,6 +209,7 @@ class Rows:
         """
         arrays: dict[str, Array] = {}
         attrs: dict[str, dict[str, Any]] = {}
+        self._say_of_masks()
         for point in self._points:
             rows = got[point.name]
             if rows.ndim != 2 or len(rows) != n:

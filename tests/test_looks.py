@@ -544,6 +544,58 @@ def test_layers_that_mix_samples_later_than_others_are_said_too(
     assert said == ["layer early", "layer late"]
 
 
+class TakesLengths(nn.Module):
+    """Averages over the first steps if it is told how many, and over all if not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.out = nn.Embedding(20, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        steps = self.tokens(x)
+        if lengths is not None:
+            is_step = torch.arange(x.shape[1]) < lengths[:, None]
+            steps = steps * is_step[..., None]
+        return self.out(steps.mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("x length label", "items of list have 3 parts, of which the first enters the network"),
+        ("x length", "takeslengths may take lengths, and is given the first part"),
+        ("x label row", "takeslengths may take lengths"),
+        ("dict label", None),
+        ("dict", None),
+    ],
+)
+def test_lengths_that_are_taken_for_labels_or_left_out_are_said(
+    form: str, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, lengths, labels = torch.randint(1, 20, (6, 5)), torch.arange(6) % 5 + 1, torch.arange(6) % 3
+    items: list[Any] = []
+    for row in range(6):
+        named = {"x": x[row], "lengths": lengths[row]}
+        item = {
+            "x length label": (x[row], int(lengths[row]), int(labels[row])),
+            "x length": (x[row], int(lengths[row])),
+            "x label row": (x[row], int(labels[row]), row),
+            "dict label": (named, int(labels[row])),
+            "dict": named,
+        }
+        items.append(item[form])
+    model = TakesLengths().eval()
+    run = embedx.extract(model, items, layers="out", out=tmp_path)
+    messages = [one.getMessage() for one in caplog.records]
+    assert any(re.search(said, one) for one in messages) if said else not messages
+    if form == "x label row":
+        assert len(messages) == 1
+    with torch.no_grad():
+        wanted = model(x, lengths if "dict" in form else None)
+    np.testing.assert_allclose(run.embeddings["out"], wanted, atol=1e-6)
+
+
 @pytest.mark.parametrize("has_mask", [True, False])
 def test_the_shortest_item_is_among_those_collated_alone(
     has_mask: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -563,7 +615,7 @@ def test_the_shortest_item_is_among_those_collated_alone(
 def test_padding_of_data_that_are_in_order_of_length_is_said(
     num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    items = [torch.arange(3 + max(0, i - 11)) + 1 for i in range(20)]
+    items = [torch.arange(3 + max(0, i - 21)) + 1 for i in range(24)]  # the sixth batch alone
     loader = DataLoader(items, batch_size=4, collate_fn=padded)  # type: ignore[arg-type]
     model = LastStep(masks=False).eval()
     embedx.extract(model, loader, layers="out", num_workers=num_workers, out=tmp_path)
