@@ -256,7 +256,7 @@ class _Forward:
         mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
         rows.mask = None if mask is None else mask.to(plan.device)
         self._seen.strangers = strangers_to(rows.mask, given)
-        rows.note_masks(given)
+        rows.note_masks(given or {"what enters": piece.inputs})
         rows.picture = picture_size(tensors_of(inputs))
         return inputs
 

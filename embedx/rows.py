@@ -67,6 +67,7 @@ class Rows:
         self._vanished: set[str] = set()
         self._is_said_of_masks = False
         self._unknown_mask: str | None = None
+        self._padded: str | None = None
 
     def reduce(self, point: Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
@@ -171,11 +172,24 @@ class Rows:
         if self.mask is None or self.mask.all():
             others = {name: given for name, given in inputs.items() if name not in MASKS}
             self._unknown_mask = _like_a_mask(others, has_padding=self.mask is not None)
+            self._padded = None if self._unknown_mask else _like_padded(others)
 
     def _say_of_masks(self) -> None:
         """Say it, once it is known which poolings take one."""
         name, self._unknown_mask = self._unknown_mask, None
-        if name is not None and (takers := self.mask_takers):
+        padded, self._padded = self._padded, None
+        if not (takers := self.mask_takers):
+            return
+        if padded is not None:
+            self._is_said_of_masks = True
+            log.warning(
+                "%s looks padded, for some samples end or begin with several of one value that is "
+                "nowhere else in it, and no mask says so: if it is, padding counts as tokens in "
+                "the rows of %s; give an attention_mask with the samples",
+                f"argument {padded}" if padded.isdigit() else padded,
+                ", ".join(takers),
+            )
+        if name is not None:
             self._is_said_of_masks = True
             log.warning(
                 "%s looks like a mask of padding or lengths, and is none of those known by their "
@@ -469,6 +483,36 @@ def _like_a_mask(inputs: Mapping[str, Any], *, has_padding: bool = False) -> str
             continue
         if any(one.ndim > 1 and len(one) == len(tensor) for one in tensors.values()):
             return name
+    return None
+
+
+def _like_padded(inputs: Mapping[str, Any]) -> str | None:
+    """The name of words ``(n, t)`` or steps ``(n, t, d)`` of several lengths, padded to t.
+
+    Some end, or begin, with two or more of one value, or with steps of zeros, in runs of several
+    lengths, and outside of these runs there are none.
+    """
+    for name, given in inputs.items():
+        if not isinstance(given, Tensor) or given.layout != torch.strided or given.is_quantized:
+            continue
+        if given.is_nested or not given.numel() or len(given) < 2 or name in _NO_MASKS[1:]:
+            continue
+        is_words = given.ndim == 2 and not (given.is_floating_point() or given.is_complex())
+        if not is_words and not (given.ndim == 3 and given.is_floating_point()):
+            continue
+        for turned in (given, given.flip(1)):
+            if is_words and given.dtype != torch.bool:
+                ends = turned[:, -1:]
+                runs = (turned == ends).flip(1).cumprod(1).sum(1)
+                is_pad = turned == ends[runs.argmax()]
+            elif given.ndim == 3:
+                is_pad = (turned == 0).all(2)
+            else:
+                continue
+            runs = is_pad.flip(1).cumprod(1).sum(1)
+            are_all = bool(is_pad.sum() == runs.sum())
+            if are_all and runs.min() < runs.max() < given.shape[1] and runs.max() > 1:
+                return name
     return None
 
 

@@ -812,6 +812,45 @@ def test_a_network_that_draws_for_some_samples_alone_is_said_to(
     assert caplog.text.count("draws random numbers in its passes") == 1
 
 
+class Averages(nn.Module):
+    """Words or steps, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.steps = nn.Embedding(20, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.steps(x if x.is_floating_point() else self.words(x))
+        return steps.mean(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("pad", [0, 9])
+@pytest.mark.parametrize("side", ["left", "right", "none", "one length", "steps", "whole steps"])
+def test_what_looks_padded_without_a_mask_is_said(
+    side: str, pad: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = torch.tensor([8, 5, 3, 8, 6, 7])
+    if side == "one length":
+        lengths[:] = 5
+    is_token = torch.arange(8) < lengths[:, None]
+    x = torch.randint(1, 9, (6, 8))
+    if "steps" in side:
+        x = torch.randn(6, 8, 6)
+        is_token = is_token[..., None]
+    if side not in ("none", "whole steps"):
+        x = torch.where(is_token, x, pad if side != "steps" else 0)
+    if side == "left":
+        x = x.flip(1)
+    given: dict[str, Any] = {"layers": "steps", "pooling": "mean_token"}
+    embedx.extract(Averages().eval(), x, out=tmp_path / "a", **given)
+    is_said = side in ("left", "right", "steps")
+    assert caplog.text.count("looks padded, for some samples end or begin") == is_said
+    caplog.clear()
+    embedx.extract(Averages().eval(), x, layers="steps", pooling="cls", out=tmp_path / "b")
+    assert caplog.text == ""
+
+
 class Digits(nn.Module):
     """Takes pictures without an axis of channels."""
 
