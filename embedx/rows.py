@@ -501,17 +501,21 @@ def _like_padded(inputs: Mapping[str, Any]) -> str | None:
         if not is_words and not (given.ndim == 3 and given.is_floating_point()):
             continue
         for turned in (given, given.flip(1)):
+            n_least = 1
             if is_words and given.dtype != torch.bool:
                 ends = turned[:, -1:]
                 runs = (turned == ends).flip(1).cumprod(1).sum(1)
-                is_pad = turned == ends[runs.argmax()]
+                word = ends[runs.argmax()]
+                is_pad = turned == word
+                n_least = 1 if word == 0 else 2  # of one sample any word may be twice at its end
             elif given.ndim == 3:
                 is_pad = (turned == 0).all(2)
             else:
                 continue
             runs = is_pad.flip(1).cumprod(1).sum(1)
             are_all = bool(is_pad.sum() == runs.sum())
-            if are_all and runs.min() < runs.max() < given.shape[1] and runs.max() > 1:
+            is_some = (runs > 0).sum() >= n_least and runs.max() > 1
+            if are_all and is_some and runs.min() < runs.max() < given.shape[1]:
                 return name
     return None
 
