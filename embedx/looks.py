@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -473,12 +473,9 @@ class _Share:
 
 def _is_padded(inputs: Inputs) -> bool:
     """Whether some samples have fewer words, or true values in a mask, than others."""
-    for tensor in tensors_of(inputs):
-        if tensor.ndim == 2 and not tensor.is_floating_point():
-            filled = (tensor != 0).sum(1)
-            if len(filled) and bool(filled.min() < filled.max()):
-                return True
-    return False
+    words = (one for one in _dense(inputs) if one.ndim == 2 and not one.is_floating_point())
+    filled = ((one != 0).sum(1) for one in words)
+    return any(bool(counts.min() < counts.max()) for counts in filled)
 
 
 def _most_and_least_filled(inputs: Inputs, *, n: int) -> set[int]:
@@ -487,12 +484,20 @@ def _most_and_least_filled(inputs: Inputs, *, n: int) -> set[int]:
     Of data and of a mask, in any spelling, one of them has the most padding.
     """
     found: set[int] = set()
-    for tensor in tensors_of(inputs):
+    for tensor in _dense(inputs):
         if tensor.ndim > 1 and len(tensor) == n:
             filled = (tensor != 0).flatten(1).sum(1)
             if filled.min() < filled.max():
                 found |= {int(filled.argmin()), int(filled.argmax())}
     return found
+
+
+def _dense(inputs: Inputs) -> Iterator[Tensor]:
+    """What enters and has numbers that can be looked at."""
+    for one in tensors_of(inputs):
+        is_plain = one.layout == torch.strided and not (one.is_nested or one.is_quantized)
+        if is_plain and one.numel():
+            yield one
 
 
 class Memory:
