@@ -467,7 +467,8 @@ def _like_a_mask(inputs: Mapping[str, Any], *, has_padding: bool = False) -> str
             of_tokens = of_tokens if is_shared else of_tokens[:, -1]
         if of_tokens.ndim != 2 or name in _NO_MASKS or of_tokens.shape not in others:
             continue
-        if has_padding and bool((of_tokens == of_tokens.flatten()[:1]).all()):
+        is_true = of_tokens != 0
+        if has_padding and (not is_true.any() or is_true.all()):
             continue
         is_named = re.search("mask|pad", name.lower()) is not None
         if tensor.dtype == torch.bool:
@@ -479,7 +480,7 @@ def _like_a_mask(inputs: Mapping[str, Any], *, has_padding: bool = False) -> str
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or tensor.is_floating_point() or "len" not in name.lower():
             continue
-        if has_padding and bool((tensor == tensor[:1]).all()):
+        if has_padding and not (tensor != tensor[:1]).any():
             continue
         if any(one.ndim > 1 and len(one) == len(tensor) for one in tensors.values()):
             return name
@@ -493,9 +494,10 @@ def _like_padded(inputs: Mapping[str, Any]) -> str | None:
     lengths, and outside of these runs there are none.
     """
     for name, given in inputs.items():
-        if not isinstance(given, Tensor) or given.layout != torch.strided or given.is_quantized:
+        if not isinstance(given, Tensor) or given.ndim not in (2, 3) or name in _NOT_PADDED:
             continue
-        if given.is_nested or not given.numel() or len(given) < 2 or name in _NO_MASKS[1:]:
+        is_plain = given.layout == torch.strided and not (given.is_nested or given.is_quantized)
+        if not is_plain or not given.numel() or len(given) < 2:
             continue
         is_words = given.ndim == 2 and not (given.is_floating_point() or given.is_complex())
         if not is_words and not (given.ndim == 3 and given.is_floating_point()):
@@ -576,10 +578,11 @@ def masks_unknown(names: Sequence[str]) -> ShapeError:
 
 
 _OF_SECOND_SEQUENCES = ("decoder_attention_mask", "tgt_key_padding_mask")
-_NO_MASKS = (
-    *("input_ids", "token_type_ids", "labels"),
+_NOT_PADDED = (
+    *("token_type_ids", "position_ids", "labels"),
     *("special_tokens_mask", "global_attention_mask", "bool_masked_pos"),
 )
+_NO_MASKS = ("input_ids", *_NOT_PADDED)
 _OF_OTHER_TOKENS = (
     *_OF_SECOND_SEQUENCES,
     *("encoder_attention_mask", "memory_key_padding_mask"),

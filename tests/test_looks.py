@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 import embedx
 from embedx.errors import ShapeError
 from embedx.inputs import is_alike
-from embedx.rows import _like_a_mask, token_mask
+from embedx.looks import _is_padded, _most_and_least_filled
+from embedx.rows import _like_a_mask, _like_padded, token_mask
 
 
 def sequences(n: int = 6, t: int = 7, *, kinds: int = 2) -> list[dict[str, Tensor]]:
@@ -713,6 +714,23 @@ def test_what_enters_beside_tokens_may_be_of_any_kind() -> None:
     }
     assert _like_a_mask(beside) is None
     assert _like_a_mask({**beside, "pad": torch.ones(3, 1, 4)}) == "pad"
+    assert _like_padded(beside) is None
+
+
+KINDS = [torch.int64, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (3, 0), (3, 1), (1, 4), (3, 4), (3, 4, 0)])
+def test_what_is_looked_at_for_padding_may_be_of_any_kind(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for name in ("x", "mask", "lengths"):
+        inputs = {name: torch.ones(shape).to(dtype), "y": torch.ones(3, 4)}
+        assert _like_padded(inputs) is None
+        assert _like_a_mask(inputs, has_padding=True) is None
+        assert not _is_padded(inputs)  # type: ignore[arg-type]
+        assert _most_and_least_filled(inputs, n=3) == set()  # type: ignore[arg-type]
 
 
 class TwoTowers(nn.Module):
