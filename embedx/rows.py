@@ -344,6 +344,8 @@ def token_mask(inputs: Mapping[str, Any], *, spellings: set[str]) -> Tensor | No
             break
     else:
         return None
+    if mask.is_complex():
+        raise ShapeError(f"{name} holds complex numbers; give true and false, or 1 and 0")
     is_padding = name != "attention_mask"
     if mask.dtype != torch.bool and mask.numel():
         lowest, highest = mask.min(), mask.max()

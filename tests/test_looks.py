@@ -717,6 +717,11 @@ def test_what_enters_beside_tokens_may_be_of_any_kind() -> None:
     assert _like_padded(beside) is None
 
 
+def test_a_complex_mask_is_refused() -> None:
+    with pytest.raises(ShapeError, match="attention_mask holds complex numbers"):
+        token_mask({"attention_mask": torch.ones(2, 3) * 1j}, spellings=set())
+
+
 KINDS = [torch.int64, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.complex64]
 
 
