@@ -236,7 +236,7 @@ def in_memory(
                 names, numbers = [str(name) for name in classes], list(range(len(classes)))
             if -1 in seen:
                 aloud.append(f"-1 in the items of {kind} is taken for no label")
-        elif looked is not None and looked.are_pairs:
+        elif looked is not None and looked.are_pairs and not looked.n_parts:
             aloud.append(f"the labels in the items of {kind} are not read; give them as labels=")
         if found is None and _is_long(getattr(items, "targets", None), n):
             aloud.append(
@@ -591,8 +591,8 @@ def _told(looked: Looked, kind: str, *, is_collated: bool) -> list[str]:
         what = "the collate_fn of {} gives {} parts" if is_collated else "items of {} have {} parts"
         told.append(
             f"{what.format(kind, looked.n_parts)}, of which the first enters the network, the "
-            "second may be the label, and the others are left out; if the network takes more of "
-            "them, give a dict by the names of its arguments"
+            "second is the label if it is one number, and the others are left out; if the network "
+            "takes more of them, give a dict by the names of its arguments"
         )
     if looked.are_padded:
         told.append(
@@ -700,9 +700,10 @@ def _look(items: Any, collate: Callable[[list[Any]], Any] | None, *, takes_label
 
 
 def _parts_of(good: Mapping[int, Any], collate: Callable[[list[Any]], Any] | None) -> int:
-    """How many parts items have, where one after the second is a number or an array.
+    """How many parts items have, where one beside the first may be for the network.
 
-    Paths and the number of the row are none that a network takes.
+    An array may be, or a number after the second part, which is the label; but not the number of
+    the row, or a path.
     """
     for row, raw in good.items():
         parts = raw
@@ -712,13 +713,13 @@ def _parts_of(good: Mapping[int, Any], collate: Callable[[list[Any]], Any] | Non
                 parts = collate([_apart(raw)])
         if not isinstance(parts, (tuple, list) if collate is not None else tuple):
             continue
-        for part in parts[2:]:
+        for place, part in enumerate(parts[1:], start=1):
             values = None
             with contextlib.suppress(DataError):
                 values = np.asarray(part) if isinstance(part, (int, float)) else as_array(part)
             if values is None or values.dtype.kind not in "fiub":
                 continue
-            if values.size != 1 or values.reshape(-1)[0] != row:
+            if values.size != 1 or (place > 1 and values.reshape(-1)[0] != row):
                 return len(parts)
     return 0
 

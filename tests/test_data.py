@@ -911,7 +911,7 @@ def test_whole_numbers_in_the_items_are_labels_that_come_with_them() -> None:
 
 @pytest.mark.parametrize(
     "label",
-    [1.0, "cat", None, True, -2, 2**31, np.float32(1), torch.tensor([0, 1]), (1, 2), {"x": 1}],
+    [1.0, "cat", None, True, -2, 2**31, np.float32(1), (1, 2), {"x": 1}],
     ids=repr,
 )
 def test_labels_in_items_that_are_no_whole_numbers_are_said_not_to_be_read(label: Any) -> None:
@@ -924,6 +924,30 @@ def test_labels_in_items_that_are_no_whole_numbers_are_said_not_to_be_read(label
             "the labels in the items of _dataset are not read; give them as labels=",
         )
     assert data.in_memory(_Dataset(items), labels=["a", "b"]).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_said"),
+    [
+        ((torch.ones(3, dtype=torch.long),), True),  # a mask
+        ((1, 5), True),
+        ((1, np.ones(4)), True),
+        (("a", 1.5), True),
+        ((1, "photos/a.png"), False),
+        ((1, None), False),
+        ((1,), False),
+    ],
+)
+@pytest.mark.parametrize("labels", [None, ["a", "b", "a"]])
+def test_parts_of_items_that_the_network_may_want_are_said_to_be_left_out(
+    parts: tuple[Any, ...], is_said: bool, labels: Any
+) -> None:
+    items = _Dataset([(torch.zeros(3), *parts)] * 3)
+    said = " ".join(data.in_memory(items, labels=labels).warnings)
+    n = len(parts) + 1
+    assert (f"items of _dataset have {n} parts, of which the first enters" in said) == is_said
+    numbered = _Dataset([(torch.zeros(3), 1, row) for row in range(3)])
+    assert data.in_memory(numbered, labels=labels).warnings == ()
 
 
 def test_labels_in_dicts_are_said_not_to_be_read() -> None:
