@@ -591,7 +591,7 @@ def _told(looked: Looked, kind: str, *, is_collated: bool) -> list[str]:
         what = "the collate_fn of {} gives {} parts" if is_collated else "items of {} have {} parts"
         told.append(
             f"{what.format(kind, looked.n_parts)}, of which the first enters the network, the "
-            "second is the label if it is one number, and the others are left out; if the network "
+            "second is the label if it is one number, and all else is left out; if the network "
             "takes more of them, give a dict by the names of its arguments"
         )
     if looked.are_padded:
