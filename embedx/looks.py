@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import random
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Any
 
@@ -149,7 +150,8 @@ class Looks(Look):
             return
         with contextlib.suppress(ValueError, TypeError):  # what C does has no signature
             taken = inspect.signature(self._plan.model.module.forward).parameters
-            if name := next((name for name in taken if "len" in name.lower()), None):
+            may_be = (name for name, one in taken.items() if _may_be_lengths(one))
+            if name := next(may_be, None):
                 log.warning(
                     "%s may take %s, and is given the first part of each item alone: the second is "
                     "taken for the label; if it is that, give a dict by the names of the arguments",
@@ -469,6 +471,12 @@ class _Share:
         self._said |= mixed
         self.is_over |= len(self._said) == len(every)
         return found
+
+
+def _may_be_lengths(parameter: inspect.Parameter) -> bool:
+    """Whether an argument is called lengths, and has no value unless it is given."""
+    is_so_called = re.fullmatch(r"(?!max)(\w*_)?len(gth)?s?", parameter.name.lower()) is not None
+    return is_so_called and parameter.default in (None, inspect.Parameter.empty)
 
 
 def _is_padded(inputs: Inputs) -> bool:

@@ -1,5 +1,6 @@
 """What further passes of the first batch show: whose tokens a mask is of, and what padding does."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 import embedx
 from embedx.errors import ShapeError
 from embedx.inputs import is_alike
-from embedx.looks import _is_padded, _most_and_least_filled
+from embedx.looks import _is_padded, _may_be_lengths, _most_and_least_filled
 from embedx.rows import _like_a_mask, _like_padded, token_mask
 
 
@@ -595,6 +596,19 @@ def test_lengths_that_are_taken_for_labels_or_left_out_are_said(
     with torch.no_grad():
         wanted = model(x, lengths if "dict" in form else None)
     np.testing.assert_allclose(run.embeddings["out"], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [
+        *[(name, True) for name in ("lengths", "seq_len", "x_lens", "length")],
+        *[(name, False) for name in ("max_len", "silent", "length_penalty", "labels")],
+    ],
+)
+def test_arguments_that_are_called_lengths(name: str, is_said: bool) -> None:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert _may_be_lengths(inspect.Parameter(name, kind, default=None)) == is_said
+    assert not _may_be_lengths(inspect.Parameter(name, kind, default=512))
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
