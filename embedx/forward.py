@@ -192,12 +192,15 @@ class _Forward:
             shapes = tuple(tensor.shape[1:] for tensor in tensors_of(inputs))
             got.stops_early = self._may_stop_early and shapes in self._whole
             # What is taken to draw nothing is not looked at again; other code may draw for some.
-            is_looked_at = self._draws or (self._is_by_sample and self._is_draw_looked_at)
-            states = None if is_looked_at else random_states(plan.device)
+            is_later = self._is_draw_looked_at
+            is_looked_at = self._draws or (self._is_by_sample and is_later)
+            before = None if is_looked_at else random_states(plan.device, of_torch_alone=is_later)
             # The model may work in place on what enters it.
             entered = mapped(inputs, torch.clone) if self._looks.are_due(inputs) else inputs
             output = self._run(inputs, labels, piece.size)
-            draws = states is not None and random_states(plan.device) != states
+            draws = before is not None and before != random_states(
+                plan.device, of_torch_alone=is_later
+            )
             if draws and self._is_by_sample:
                 raise draws_unseen(plan.model, what="row")
             if draws:

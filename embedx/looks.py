@@ -115,9 +115,11 @@ class Looks(Look):
             ModelError: A text has another row when padded.
             ShapeError: What a layer gives is not one row a sample, or not of the mask's tokens.
         """
-        n, before = piece.size, self._kept(output)
+        n = piece.size
         captured, mixed = dict[str, Tensor](), set[str]()
         to_collate, to_pass = (share.of_batch(n, inputs) for share in (self._collated, self._alone))
+        is_wanted = to_pass or not self._are_samples_looked_at
+        before = self._kept(output) if is_wanted else {}
         if to_collate and piece.rows is None and not (draws or keeps or self._plan.source.draws):
             captured = {one.name: self._got[one.name].clone() for one in self._plan.points}
         if not self._are_passes_compared:
@@ -134,7 +136,7 @@ class Looks(Look):
         self._alone.is_over |= keeps or draws
         if to_pass and not self._alone.is_over:
             mixed |= self._others_alone(inputs, labels, before, of=to_pass)
-        if not (draws or keeps):
+        if mixed and not (draws or keeps):
             self._say_of_mixed(mixed, before)
         self._padding.after_pass(batch, inputs, labels, output, seed=seed, draws=draws, keeps=keeps)
         if captured:

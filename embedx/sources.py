@@ -651,12 +651,14 @@ def random_states() -> list[Any]:
     """The states of all random generators that code shares, as values that can be compared."""
 
     def plain(state: Any) -> Any:
-        if isinstance(state, tuple):
-            return tuple(map(plain, state))
         array = as_array(state)
         return state if array is None else array.tobytes()
 
-    return [plain(get()) for get, _, _ in _generators()]
+    # Of a tuple one level is looked into: that of Python holds 625 numbers, and takes most time.
+    states = (get() for get, _, _ in _generators())
+    return [
+        tuple(map(plain, state)) if isinstance(state, tuple) else plain(state) for state in states
+    ]
 
 
 def seed_random(seed: int) -> None:
