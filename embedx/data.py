@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 import os
 import re
@@ -223,6 +224,12 @@ def in_memory(
             labels, classes = found
             if looked is not None:
                 _require_labels_of_items(labels, looked, kind)
+                if not looked.are_labelled and _are_of_another(items):
+                    aloud.append(
+                        f"the labels of {kind} are the targets of the Dataset that it wraps, and "
+                        "its items, which may be in another order, have none to tell; labels= "
+                        "gives others"
+                    )
         elif looked is not None and looked.are_labelled:
             seen = list(looked.labels.values())
             aloud += _require_one_meaning(items, kind)
@@ -461,6 +468,22 @@ def _targets(items: Any) -> tuple[list[Any], Sequence[Any] | None] | None:
         known = [part for part in parts if part is not None]
         return _joined(known) if len(known) == len(parts) else None
     return None
+
+
+def _are_of_another(items: Any) -> bool:
+    """Whether the targets of a Dataset are those of one within it, whose order may be another.
+
+    So they are where a ``__getattr__`` hands them on, and in a class of one's own on top of a
+    wrapper of torch.
+    """
+    wrapped = [items.dataset] if _is_of_torch(items, "Subset") else []
+    wrapped = items.datasets if _is_of_torch(items, "ConcatDataset") else wrapped
+    if inspect.getattr_static(items, "targets", None) is not None:
+        return False
+    if not wrapped and not _is_of_torch(items, "TensorDataset"):
+        return True
+    is_own = not str(type(items).__getitem__.__module__).startswith("torch.")
+    return is_own or any(_are_of_another(part) for part in wrapped)
 
 
 def _is_long(values: Any, n: int) -> bool:

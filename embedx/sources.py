@@ -160,10 +160,10 @@ def require_texts(ids: Any, what: str) -> None:
     Raises:
         DataError: One is no text.
     """
-    odd = next((name for name in ids if not isinstance(name, str)), None)
-    if odd is not None:
+    odd = [name for name in ids if not isinstance(name, str)]
+    if odd:
         raise DataError(
-            f"{what} are not all texts, such as {odd!r} ({type(odd).__name__}); give "
+            f"{what} are not all texts, such as {odd[0]!r} ({type(odd[0]).__name__}); give "
             "ids=list(map(str, ids))"
         )
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 from torch import nn
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import embedx
 from embedx import data, sources
@@ -979,7 +980,6 @@ def test_a_label_unlike_those_that_were_seen_fails_its_item_alone() -> None:
 
 
 def test_the_wrappers_of_torch_hand_their_labels_through() -> None:
-    from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
     x = torch.arange(8.0).reshape(4, 2)
     tensors = TensorDataset(x, torch.tensor([5, 3, 5, 3]))
@@ -1034,7 +1034,6 @@ def test_labels_that_a_dataset_tells_and_its_items_contradict_are_refused() -> N
 
 
 def test_wrappers_whose_parts_do_not_tell_their_labels_read_them_with_the_items() -> None:
-    from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
     x = torch.arange(8.0).reshape(4, 2)
     named = _Dataset([(row, i % 2) for i, row in enumerate(x)], classes=["cat", "dog"])
@@ -1079,6 +1078,52 @@ def test_classes_that_all_parts_name_alike_are_kept() -> None:
         assert (list(source.label_names), source.warnings) == (["cat", "dog"], ())
     longer = data.in_memory(ConcatDataset([pets, of("cat", "dog", "owl")]))
     assert list(longer.label_names) == ["cat", "dog", "owl"]
+
+
+class _Handing(_Dataset):
+    """Wraps a Dataset, backwards, and hands on its attributes."""
+
+    def __getitem__(self, i: int) -> Any:
+        return self.items[len(self.items) - 1 - i][: 1 if self.gives_x else 2]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("items", "gives_x"):
+            raise AttributeError(name)
+        return getattr(self.items, name)
+
+
+class _Backwards(TensorDataset):
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(len(self) - 1 - i)[0]
+
+
+class _BackwardsOf(Subset[Any]):
+    def __getitem__(self, i: Any) -> Any:
+        return super().__getitem__(len(self) - 1 - i)[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[i] for i in indices]
+
+
+def test_targets_of_a_wrapped_dataset_are_said_where_no_item_tells() -> None:
+    x, y = torch.arange(4.0)[:, None], torch.tensor([0, 1, 1, 1])
+    pairs = _Dataset(list(zip(x, y.tolist(), strict=True)), targets=y.tolist())
+    handing = _Handing(pairs, gives_x=True)  # type: ignore[arg-type]
+    plain = TensorDataset(x, y)
+    said = "the labels of {} are the targets of the Dataset that it wraps"
+    for items, kind in (
+        (handing, "_handing"),
+        (Subset(handing, [0, 2]), "subset"),
+        (ConcatDataset([plain, handing]), "concatdataset"),
+        (_Backwards(x, y), "_backwards"),
+        (_BackwardsOf(plain, [0, 1, 2]), "_backwardsof"),
+    ):
+        assert [one for one in data.in_memory(items).warnings if said.format(kind) in one], kind
+    own = _Dataset(list(x), targets=y.tolist())
+    for items in (own, plain, Subset(own, [0, 2]), ConcatDataset([own, plain])):
+        assert not data.in_memory(items).warnings
+    with pytest.raises(DataError, match="is 0 by its targets and 1 in its item"):
+        data.in_memory(_Handing(pairs, gives_x=False))  # type: ignore[arg-type]
 
 
 def test_names_of_classes_are_not_put_on_labels_of_another_kind() -> None:
@@ -1227,6 +1272,7 @@ def test_a_source_of_ones_own_that_no_file_could_hold_is_refused_when_it_is_made
         ({"metadata": {"a\udc80": [1, 2, 3]}}, "is called 'a\\udc80'; give a text"),
         ({"ids": [1, 2, 3]}, "the ids of s are not all texts, such as 1 (int); give ids="),
         ({"ids": [b"a", b"b", b"c"]}, "the ids of s are not all texts, such as b'a' (bytes)"),
+        ({"ids": [None, "b", "c"]}, "the ids of s are not all texts, such as None (NoneType)"),
     ):
         with pytest.raises(DataError, match=re.escape(why)) as caught:
             make(**options)
