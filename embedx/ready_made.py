@@ -123,7 +123,7 @@ class _Vectors:
     warnings: tuple[str, ...] = ()
     is_as_it_was: Callable[[], bool] = lambda: True
 
-    def rows(self) -> Iterator[tuple[Array, dict[int, str]]]:
+    def rows(self, narrowed: "_Narrowed | None" = None) -> Iterator[tuple[Array, dict[int, str]]]:
         """The rows as they are stored, and why some of a block fail."""
         for block, missing in self.blocks():
             with np.errstate(over="ignore", invalid="ignore"):
@@ -134,7 +134,42 @@ class _Vectors:
             if bad:
                 rows = rows.copy()
                 rows[list(bad)] = np.nan
+            if narrowed is not None and block.dtype.itemsize >= 4 and block.dtype != rows.dtype:
+                narrowed.add(
+                    np.delete(block, list(bad), axis=0), np.delete(rows, list(bad), axis=0)
+                )
             yield rows, bad
+
+
+class _Narrowed:
+    """How much of what tells rows of wider numbers apart is left of it in float32, by column."""
+
+    def __init__(self, d: int) -> None:
+        self._low: Array = np.full(d, np.inf, np.longdouble)
+        self._high: Array = -self._low
+        self._error: Array = np.zeros(d, np.longdouble)
+
+    def add(self, wide: Array, rows: Array) -> None:
+        """Note good rows ``(b, d)`` as they were given, and as they are stored."""
+        if len(wide):
+            if wide.dtype.kind in "iu":  # of 64 bits, which are more than float64 tells apart
+                wide = wide.astype(np.longdouble)
+            self._low = np.minimum(self._low, wide.min(axis=0))
+            self._high = np.maximum(self._high, wide.max(axis=0))
+            self._error = np.maximum(self._error, np.abs(wide - rows).max(axis=0))
+
+    def told(self, title: str) -> list[str]:
+        """What is to be said: columns whose numbers lie within few steps of float32."""
+        differ = self._high > self._low
+        lost = np.flatnonzero(differ & (self._error > 1e-3 * (self._high - self._low)))
+        if not len(lost):
+            return []
+        many = f"{len(lost)} of the {len(self._error)} numbers of a row (the first is {lost[0]})"
+        return [
+            f"{title}: float32 keeps less than three digits of what tells rows apart in {many}, "
+            "which differ by little beside their size, or are next to nothing; take their means "
+            "away, and scale them, before"
+        ]
 
 
 def _mark(path: Path) -> tuple[int, ...] | None:
@@ -150,7 +185,8 @@ def _mark(path: Path) -> tuple[int, ...] | None:
 def _copied(vectors: _Vectors) -> Embeddings:
     digest = hashlib.sha256()
     n_failed = 0
-    for rows, bad in vectors.rows():
+    narrowed = _Narrowed(vectors.d)
+    for rows, bad in vectors.rows(narrowed):
         digest.update(rows.tobytes())
         n_failed += len(bad)
     if n_failed == vectors.n:
@@ -161,6 +197,8 @@ def _copied(vectors: _Vectors) -> Embeddings:
     of_rows = digest.hexdigest()
     if not vectors.is_as_it_was():
         raise _changed(vectors)
+    for warning in narrowed.told(vectors.title):
+        log.warning("%s", warning)
     labels = None if vectors.labels is None else [vectors.labels[0].tolist(), vectors.labels[1]]
     columns = {
         name: [str(getattr(column, "dtype", "text")), *map(str, column)]

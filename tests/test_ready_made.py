@@ -155,6 +155,38 @@ def test_an_array_in_memory_is_projected_as_its_principal_components(here: Path)
     np.testing.assert_allclose(np.abs(coords), expected, atol=1e-4)
 
 
+def test_what_float32_does_not_tell_apart_is_said(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = ROWS.astype(np.float64)
+    wide[5, 1] = np.nan
+    years, near, tiny = wide.copy(), wide.copy(), wide * 1e-46
+    years[:, 2] = 1.7e9 + 3e7 * np.abs(wide[:, 2])  # seconds since 1970
+    near[:, 2:4] = 1.7e9 + wide[:, 2:4]
+    whole = np.full((60, 3), 2**60) + np.arange(180).reshape(60, 3)
+    same = np.full((60, 3), 0.1)
+
+    def said(rows: Any) -> list[str]:
+        caplog.clear()
+        opened(rows)
+        return [one.getMessage() for one in caplog.records if "float32 keeps" in one.getMessage()]
+
+    for rows in (wide, years, ROWS, ROWS.astype(np.float16), (1000 * ROWS).astype(np.int64)):
+        assert not said(rows)
+    np.save("near.npy", near)
+    write_parquet("whole.parquet", {"x": whole.tolist()})
+    for one, columns in (
+        (near, "2 of the 8 numbers of a row (the first is 2)"),
+        ("near.npy", "2 of the 8 numbers of a row (the first is 2)"),
+        (tiny, "8 of the 8 numbers of a row (the first is 0)"),
+        ("whole.parquet", "3 of the 3 numbers of a row (the first is 0)"),
+    ):
+        (words,) = said(one)
+        assert columns in words
+        assert said(one) == [words]  # copied already
+    assert not said(same)
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [
