@@ -7,7 +7,8 @@ import inspect
 import logging
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -458,14 +459,20 @@ class _Share:
         return not self.is_over and (is_one or (not self._was_padded and _is_padded(inputs)))
 
     def of_batch(self, n: int, inputs: Inputs) -> list[int]:
-        """Those of the next batch, of n samples: spread evenly, and those that are padded most."""
+        """Those of the next batch, of n samples: half of them among those that are filled otherwise
+        than most, which padding is of, and those that are filled most and least.
+        """
         is_one = n > 1 and self.is_due(inputs)
         most = max(self.n_first - self._n_taken, _LATER) if is_one else 0
         self._n_batches += 1
         self._was_padded = self._was_padded or (is_one and _is_padded(inputs))
-        chosen = {round(j * (n - 1) / (most - 1)) for j in range(most)}
+        if not most:
+            return []
+        odd, ends = _filled_otherwise(inputs, n=n)
+        chosen = set(_spread(sorted(odd), most // 2))
+        chosen |= set(_spread(sorted(set(range(n)) - chosen), most - len(chosen)))
         self._n_taken += len(chosen)
-        return sorted(chosen | (_most_and_least_filled(inputs, n=n) if chosen else set()))
+        return sorted(chosen | ends)
 
     def new(self, mixed: Set[str], every: Collection[str]) -> list[str]:
         """What mixes samples and was not said to; when that is all, none are looked at any more."""
@@ -488,18 +495,30 @@ def _is_padded(inputs: Inputs) -> bool:
     return any(bool(counts.min() < counts.max()) for counts in filled)
 
 
-def _most_and_least_filled(inputs: Inputs, *, n: int) -> set[int]:
-    """Of each tensor the samples that have the most and the fewest entries other than zero.
+def _filled_otherwise(inputs: Inputs, *, n: int) -> tuple[set[int], set[int]]:
+    """Of each tensor the samples with another number of entries that are not zero than most have,
+    and one each with the most and the fewest.
 
-    Of data and of a mask, in any spelling, one of them has the most padding.
+    Of data and of a mask, in any spelling, the first are those with padding, unless most have it,
+    and one of the second has the most.
     """
-    found: set[int] = set()
+    odd: set[int] = set()
+    ends: set[int] = set()
     for tensor in _dense(inputs):
         if tensor.ndim > 1 and len(tensor) == n:
-            filled = (tensor != 0).flatten(1).sum(1)
-            if filled.min() < filled.max():
-                found |= {int(filled.argmin()), int(filled.argmax())}
-    return found
+            filled = (tensor != 0).flatten(1).sum(1).tolist()
+            ((usual, _),) = Counter(filled).most_common(1)
+            others = {i for i, count in enumerate(filled) if count != usual}
+            if others:
+                odd |= others
+                ends |= {filled.index(min(filled)), filled.index(max(filled))}
+    return odd, ends
+
+
+def _spread(places: Sequence[int], most: int) -> Iterator[int]:
+    """So many of the places at most, evenly from the first to the last."""
+    step = (len(places) - 1) / (most - 1) if most > 1 else 0
+    return (places[round(j * step)] for j in range(most) if places)
 
 
 def _dense(inputs: Inputs) -> Iterator[Tensor]:

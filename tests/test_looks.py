@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import embedx
 from embedx.errors import ShapeError
 from embedx.inputs import is_alike
-from embedx.looks import _is_padded, _may_be_lengths, _most_and_least_filled
+from embedx.looks import _filled_otherwise, _is_padded, _may_be_lengths, _Share
 from embedx.rows import _like_a_mask, _like_padded, token_mask
 
 
@@ -749,7 +749,24 @@ def test_what_is_looked_at_for_padding_may_be_of_any_kind(
         assert _like_padded(inputs) is None
         assert _like_a_mask(inputs, has_padding=True) is None
         assert not _is_padded(inputs)  # type: ignore[arg-type]
-        assert _most_and_least_filled(inputs, n=3) == set()  # type: ignore[arg-type]
+        assert _filled_otherwise(inputs, n=3) == (set(), set())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_samples_that_are_padded_otherwise_than_most_are_looked_at(is_turned: bool) -> None:
+    mask = torch.ones(12, 6, dtype=torch.long)
+    mask[[3, 4, 10], 5] = 0
+    mask[7, 2:] = 0
+    inputs = {"words": mask * 7, "mask": mask == 0 if is_turned else mask}
+    chosen = _Share(8).of_batch(12, inputs)
+    assert {3, 4, 7, 10} <= set(chosen)
+    assert 8 <= len(chosen) <= 10
+    plain = {"x": torch.ones(12, 6)}
+    share = _Share(8)
+    assert share.of_batch(12, plain) == [0, 2, 3, 5, 6, 8, 9, 11]
+    assert [len(share.of_batch(12, plain)) for _ in range(7)] == [4, 0, 4, 0, 0, 0, 4]
+    assert _Share(8).of_batch(3, inputs) == [0, 1, 2]
+    assert _Share(8).of_batch(1, inputs) == []
 
 
 class TwoTowers(nn.Module):
