@@ -14,7 +14,8 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from embedx.errors import DataError, first_line
 
-_TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_WHITE_IS_ZERO = 258, 262, 0
+_TIFF_BITS, _TIFF_COMPRESSION, _TIFF_SAMPLES, _TIFF_PLANES, _TIFF_SIGN = 258, 259, 277, 284, 339
+_TIFF_PHOTOMETRIC, _TIFF_WHITE_IS_ZERO = 262, 0
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -86,7 +87,8 @@ def decode_image(path: str | os.PathLike[str]) -> Image.Image:
 
     Raises:
         DataError: Of another format, too large, or pixels whose range is not stated (32-bit,
-            float) or is lost in reading (a transparent colour of 16 bits).
+            float, signed) or is lost in reading (a transparent colour of 16 bits), or a TIFF of
+            planes that Pillow misreads.
         OSError: Missing, truncated, or a PNG whose checksums do not match.
     """
     with open(path, "rb") as file:
@@ -158,6 +160,8 @@ def upright_rgb(opened: Image.Image, *, in_place: bool = False) -> Image.Image:
         DataError: Its pixels do not state their range, or its transparent colour is lost.
     """
     is_as_read = opened.format is not None
+    if opened.format == "TIFF":
+        _require_read_right(opened)
     transparent = _transparent(opened) if is_as_read or opened.mode == "P" else None
     image = opened
     if not is_as_read:
@@ -185,13 +189,29 @@ def upright_rgb(opened: Image.Image, *, in_place: bool = False) -> Image.Image:
     if transparent is not None:
         image.info["transparency"] = transparent
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
+        image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         ground = Image.new("RGBA", image.size, (*ALPHA_ON, 255))
         image = Image.alpha_composite(ground, image)
     if in_place and image.mode == "RGB":  # to convert it would copy it
         image.load()
         return image
     return image.convert("RGB")
+
+
+def _require_read_right(opened: Image.Image) -> None:
+    """Raise DataError for a TIFF of which Pillow makes other pixels: held to tifffile, 2026."""
+    tags: Any = getattr(opened, "tag_v2", {})
+    n_samples = tags.get(_TIFF_SAMPLES, 1)
+    is_plain = tags.get(_TIFF_COMPRESSION, 1) == 1
+    is_deep = max(tags.get(_TIFF_BITS, (1,))) > 8
+    is_misread = n_samples == 2 or (n_samples > 1 and is_deep and is_plain)
+    if tags.get(_TIFF_PLANES, 1) == 2 and is_misread:
+        raise DataError(
+            f"a TIFF of {n_samples} planes one after the other is not read at this depth; save it "
+            "with the samples of a pixel together (contiguous)"
+        )
+    if opened.mode == "L" and 2 in tags.get(_TIFF_SIGN, (1,)):
+        raise DataError("8 bits with a sign do not state their range; convert them")
 
 
 _PNG_WIDENED = {"L;2": 85, "L;4": 17}

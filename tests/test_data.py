@@ -1,6 +1,8 @@
 """Sources of samples: pictures of every kind, folders of every kind, objects in memory."""
 
 import dataclasses
+import io
+import itertools
 import os
 import re
 import shutil
@@ -23,7 +25,7 @@ import embedx
 from embedx import data, sources
 from embedx.errors import ConfigError, DataError
 from embedx.models import Preprocess
-from embedx.pictures import SUFFIXES, decode_image, thumbnail, upright_rgb
+from embedx.pictures import SUFFIXES, decode_bytes, decode_image, thumbnail, upright_rgb
 
 RGB = np.array([[[10, 20, 30], [40, 50, 60], [70, 80, 90]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]])
 PICTURE = Image.fromarray(RGB.astype(np.uint8))
@@ -397,6 +399,71 @@ def test_grey_of_a_tiff_goes_from_its_black_to_its_white(
     light = [(white - v if white_is_zero else v) * 255 / white for v in values]
     got = np.array(_pixels(tmp_path / "a.tif"))[0]
     assert np.abs(got - np.array(light)[:, None]).max() <= 0.5
+
+
+def _tiff_of_planes(
+    values: npt.NDArray[Any],
+    *,
+    is_together: bool = False,
+    is_packed: bool = False,
+    sign: int = 1,
+    alpha: int = 2,
+) -> bytes:
+    """A row of colours ``(w, c)`` as a TIFF written by hand, a plane a sample or all together."""
+    width, n_samples = values.shape
+    parts = [values] if is_together else list(values.T)
+    strips = [np.ascontiguousarray(part).tobytes() for part in parts]
+    if is_packed:
+        strips = [zlib.compress(strip) for strip in strips]
+    bits = values.dtype.itemsize * 8
+    starts = list(itertools.accumulate(map(len, strips), initial=8))
+    tags = [
+        *((256, [width]), (257, [1]), (258, [bits] * n_samples), (259, [8 if is_packed else 1])),
+        *((262, [2 if n_samples > 2 else 1]), (273, starts[:-1]), (277, [n_samples]), (278, [1])),
+        *((279, [len(strip) for strip in strips]), (284, [1 if is_together else 2])),
+        *((338, [alpha]) for _ in range(n_samples % 2 == 0)),
+        (339, [sign] * n_samples),
+    ]
+    lists = at = starts[-1]
+    entries = arrays = b""
+    for tag, numbers in tags:
+        packed = struct.pack(f"<{len(numbers)}I", *numbers)
+        if len(numbers) > 1:
+            packed, arrays = struct.pack("<I", at), arrays + packed
+            at = lists + len(arrays)
+        entries += struct.pack("<HHI", tag, 4, len(numbers)) + packed
+    start = struct.pack("<2sHI", b"II", 42, at)
+    return start + b"".join(strips) + arrays + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_a_tiff_of_which_pillow_makes_other_pixels_fails(tmp_path: Path) -> None:
+    rgb = np.array([[0, 50, 255], [255, 100, 3], [9, 200, 30]], np.uint8)
+    deep = rgb.astype("<u2") * 257
+    for values in (rgb, deep):
+        for is_together, is_packed in itertools.product((False, True), repeat=2):
+            path = tmp_path / "a.tif"
+            path.write_bytes(_tiff_of_planes(values, is_together=is_together, is_packed=is_packed))
+            if values is deep and not is_together and not is_packed:
+                with pytest.raises(
+                    DataError, match="a TIFF of 3 planes one after the other is not"
+                ):
+                    decode_image(path)
+            else:
+                assert np.array_equal(np.array(decode_image(path))[0], rgb)
+    grey = np.array([[50, 255], [100, 255]], np.uint8)
+    together = decode_bytes(_tiff_of_planes(grey, is_together=True, is_packed=True))
+    assert np.array(together)[0, :, 0].tolist() == [50, 100]
+    half = np.array([[50, 127]], np.uint8)  # of which half is there already
+    associated = decode_bytes(_tiff_of_planes(half, is_together=True, alpha=1))
+    assert abs(int(np.array(associated)[0, 0, 0]) - (50 + 128)) <= 1
+    for is_packed in (False, True):
+        with pytest.raises(DataError, match="a TIFF of 2 planes"):
+            decode_bytes(_tiff_of_planes(grey, is_packed=is_packed))
+    with pytest.raises(DataError, match="8 bits with a sign"):
+        decode_bytes(_tiff_of_planes(grey[:, :1], sign=2))
+    opened = Image.open(io.BytesIO(_tiff_of_planes(deep)))
+    with pytest.raises(DataError, match="a TIFF of 3 planes"):  # a Dataset's own
+        data.in_memory(_Dataset([opened, opened])).read(0)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
