@@ -459,8 +459,8 @@ class _Share:
         return not self.is_over and (is_one or (not self._was_padded and _is_padded(inputs)))
 
     def of_batch(self, n: int, inputs: Inputs) -> list[int]:
-        """Those of the next batch, of n samples: half of them among those that are filled otherwise
-        than most, which padding is of, and those that are filled most and least.
+        """Those of the next batch, of n samples: half of them among those that look padded, and
+        those that are filled most and least.
         """
         is_one = n > 1 and self.is_due(inputs)
         most = max(self.n_first - self._n_taken, _LATER) if is_one else 0
@@ -468,8 +468,8 @@ class _Share:
         self._was_padded = self._was_padded or (is_one and _is_padded(inputs))
         if not most:
             return []
-        odd, ends = _filled_otherwise(inputs, n=n)
-        chosen = set(_spread(sorted(odd), most // 2))
+        padded, ends = _padded_and_ends(inputs, n=n)
+        chosen = set(_spread(sorted(padded), most // 2))
         chosen |= set(_spread(sorted(set(range(n)) - chosen), most - len(chosen)))
         self._n_taken += len(chosen)
         return sorted(chosen | ends)
@@ -495,24 +495,25 @@ def _is_padded(inputs: Inputs) -> bool:
     return any(bool(counts.min() < counts.max()) for counts in filled)
 
 
-def _filled_otherwise(inputs: Inputs, *, n: int) -> tuple[set[int], set[int]]:
-    """Of each tensor the samples with another number of entries that are not zero than most have,
-    and one each with the most and the fewest.
+def _padded_and_ends(inputs: Inputs, *, n: int) -> tuple[set[int], set[int]]:
+    """The samples that look padded, and of each tensor one with the most and the fewest entries
+    that are not zero.
 
-    Of data and of a mask, in any spelling, the first are those with padding, unless most have it,
-    and one of the second has the most.
+    Padded are those of which some data has fewer such entries than of another; where that is of
+    none, those of which a mask, in any spelling, has another number than most.
     """
-    odd: set[int] = set()
+    padded: dict[bool, set[int]] = {False: set(), True: set()}
     ends: set[int] = set()
     for tensor in _dense(inputs):
         if tensor.ndim > 1 and len(tensor) == n:
             filled = (tensor != 0).flatten(1).sum(1).tolist()
+            is_mask = bool(((tensor == 0) | (tensor == 1)).all())
             ((usual, _),) = Counter(filled).most_common(1)
-            others = {i for i, count in enumerate(filled) if count != usual}
-            if others:
-                odd |= others
+            full = usual if is_mask else max(filled)
+            if min(filled) < max(filled):
+                padded[is_mask] |= {i for i, count in enumerate(filled) if count != full}
                 ends |= {filled.index(min(filled)), filled.index(max(filled))}
-    return odd, ends
+    return padded[False] or padded[True], ends
 
 
 def _spread(places: Sequence[int], most: int) -> Iterator[int]:

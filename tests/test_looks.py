@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import embedx
 from embedx.errors import ShapeError
 from embedx.inputs import is_alike
-from embedx.looks import _filled_otherwise, _is_padded, _may_be_lengths, _Share
+from embedx.looks import _is_padded, _may_be_lengths, _padded_and_ends, _Share
 from embedx.rows import _like_a_mask, _like_padded, token_mask
 
 
@@ -749,18 +749,26 @@ def test_what_is_looked_at_for_padding_may_be_of_any_kind(
         assert _like_padded(inputs) is None
         assert _like_a_mask(inputs, has_padding=True) is None
         assert not _is_padded(inputs)  # type: ignore[arg-type]
-        assert _filled_otherwise(inputs, n=3) == (set(), set())  # type: ignore[arg-type]
+        assert _padded_and_ends(inputs, n=3) == (set(), set())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
-def test_samples_that_are_padded_otherwise_than_most_are_looked_at(is_turned: bool) -> None:
+@pytest.mark.parametrize("has_words", [False, True])
+def test_samples_that_are_padded_are_looked_at(is_turned: bool, has_words: bool) -> None:
     mask = torch.ones(12, 6, dtype=torch.long)
     mask[[3, 4, 10], 5] = 0
     mask[7, 2:] = 0
-    inputs = {"words": mask * 7, "mask": mask == 0 if is_turned else mask}
+    words = {"words": mask * 7 if has_words else torch.full((12, 6), 7)}
+    inputs = {**words, "mask": mask == 0 if is_turned else mask}
     chosen = _Share(8).of_batch(12, inputs)
     assert {3, 4, 7, 10} <= set(chosen)
     assert 8 <= len(chosen) <= 10
+    many = torch.full((16, 6, 2), 7.0)
+    many[1:12, 4:] = 0
+    padded, ends = _padded_and_ends({"x": many}, n=16)
+    assert padded == set(range(1, 12))
+    assert ends == {0, 1}
+    assert len(padded & set(_Share(8).of_batch(16, {"x": many}))) >= 6
     plain = {"x": torch.ones(12, 6)}
     share = _Share(8)
     assert share.of_batch(12, plain) == [0, 2, 3, 5, 6, 8, 9, 11]
