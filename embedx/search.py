@@ -355,10 +355,12 @@ def _links_beyond(x: Array, graph: Graph, first: Array, threshold: float) -> tup
     """
     unique = np.unique(first)
     cut = unique[graph.distances[unique, -1] < threshold]
-    k = graph.distances.shape[1]
+    k = graph.distances.shape[1]  # copies among them
     links: list[tuple[Array, Array]] = [(np.empty(0, np.int64),) * 2]
-    while len(cut) and k < len(unique):
+    are_all = len(unique) < 2
+    while len(cut) and not are_all:
         k = min(4 * k, len(unique))
+        are_all = k == len(unique)
         if len(cut) * len(unique) > EXACT_ROWS**2 or len(cut) * k > _LINKS_MOST:
             log.warning(
                 "duplicates: %s rows have more rows that are closer than %s than were looked at: "

@@ -235,6 +235,23 @@ def test_more_copies_than_a_row_has_neighbours_are_one_group_with_those_near_the
     assert found.about["duplicates"]["groups_whose_labels_differ"] == 1
 
 
+@pytest.mark.parametrize("n_distinct", [1, 2, 6, 10, 11])
+def test_few_rows_that_are_there_many_times_are_linked_to_those_near_them(
+    tmp_path: Path, n_distinct: int
+) -> None:
+    distinct = rows(n_distinct + 1)[1:] * 100
+    distinct[1:2] = distinct[0] + 0.1
+    x = np.repeat(distinct, 12, axis=0)
+    path = embeddings_file(tmp_path, x)
+    found = search(path, find="duplicates", metric="euclidean", threshold=1.0, sheet=0)
+    groups: dict[int, set[int]] = {}
+    for row in found.tables["duplicates"]:
+        groups.setdefault(row["group"], set()).add(row["row"])
+    n_first = min(24, 12 * n_distinct)
+    expected = [range(n_first), *(range(i, i + 12) for i in range(n_first, len(x), 12))]
+    assert sorted(map(sorted, groups.values())) == list(map(list, expected))
+
+
 def test_rows_too_many_to_link_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
