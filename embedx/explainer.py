@@ -237,6 +237,9 @@ class Explainer:
             self._is_set_up = self._set_up_by(some, samples)
             if self._is_set_up:
                 self._require_drawn_none(some, samples)
+                assert samples.inputs is not None
+                if samples.inputs.dtype == torch.uint8 and self._plan.model.assumed:
+                    self._say(self._plan.model.assumed)
             number += 1
 
     def _require_drawn_none(self, some: Plan, samples: Samples) -> None:

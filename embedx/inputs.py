@@ -63,7 +63,7 @@ def as_model(model: Any, *, preprocess: Preprocess | None) -> Model:
     if isinstance(model, Model):
         described = model.as_it_is()
         if preprocess is not None:
-            described = dataclasses.replace(described, preprocess=preprocess)
+            described = dataclasses.replace(described, preprocess=preprocess, assumed="")
         return described
     if isinstance(model, nn.Module):
         return models.live(model, preprocess=preprocess)

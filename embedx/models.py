@@ -59,6 +59,7 @@ class Model:
         code: What the network computes with its weights, as a hash of its structure and source.
         tokens: Pooling that ``auto`` means for tokens, such as ``cls``.
         notes: What the user should be told aloud.
+        assumed: What nobody said of its preprocessing, to be told where pictures enter.
         tokenizer: What its texts go through; None where it takes none.
         normalizes: Whether what ``layer`` gives is scaled to length 1 where nothing else is asked.
         made: What the network was when this was made; left out, it is taken from ``module``.
@@ -75,6 +76,7 @@ class Model:
     code: str
     tokens: str | None = None
     notes: tuple[str, ...] = ()
+    assumed: str = ""
     tokenizer: hf_models.Tokenizer | None = None
     normalizes: bool = False
     made: str = ""
@@ -290,6 +292,17 @@ def _chosen_weights(
     return _random(name, seed) if weights is None else trained()
 
 
+def _assumed(name: str, checkpoint: str | None, preprocess: Preprocess) -> str:
+    """What is told of the preprocessing of a network by name with weights of the user's own."""
+    if checkpoint is None:
+        return ""
+    return (
+        f"pictures enter {name} by {preprocess.crop_px} px and the mean and deviation of its "
+        "published weights, for a checkpoint does not say what it was trained with; "
+        "model.input_size, or for other means model=own, take others"
+    )
+
+
 def _sizes(
     input_size: int | None, resize: int | None, *, crop_px: int, resize_px: int
 ) -> tuple[int, int]:
@@ -399,6 +412,7 @@ def torchvision(
         layer=layer,
         tokens=tokens,
         preprocess=preprocess,
+        assumed=_assumed(name, checkpoint, preprocess),
         source=f"torchvision.models.{name}",
     )
 
@@ -496,6 +510,7 @@ def timm(
         layer=layer,
         tokens=tokens,
         preprocess=preprocess,
+        assumed=_assumed(name, checkpoint, preprocess),
         source=f"timm.{name}",
     )
     if layer is not None:
@@ -591,6 +606,7 @@ def efficientnet_lite(
         name=name,
         layer=layer,
         preprocess=preprocess,
+        assumed=_assumed(name, checkpoint, preprocess),
         source="package efficientnet-lite-pytorch",
     )
 
@@ -820,6 +836,8 @@ def own(
         "std": std,
         "seed": seed,
     }
+    usual = {"input_size": "224 px", "mean": "ImageNet's mean", "std": "ImageNet's deviation"}
+    unsaid = [key for key in usual if keys[key] is None]
     mean = IMAGENET_MEAN if mean is None else mean
     std = IMAGENET_STD if std is None else std
     for key, values in (("mean", mean), ("std", std)):
@@ -871,6 +889,12 @@ def own(
         layer=layer,
         tokens=tokens,
         preprocess=preprocess,
+        assumed=(
+            f"pictures enter {name or 'own'} by {', '.join(usual[key] for key in unsaid)}, for "
+            f"{', '.join(f'model.{key}' for key in unsaid)} did not say what it was trained with"
+            if unsaid
+            else ""
+        ),
         source=title,
     )
 

@@ -241,9 +241,13 @@ def _fill(
         progress = stack.enter_context(
             Progress(n_rows, what=title or "extract", done=first_row, unit=_unit(plan))
         )
+        untold = plan.model.assumed
         for batch in started(loader):
             if batch.fatal is not None:
                 raise batch.fatal
+            if batch.pieces and batch.are_pixels and untold:
+                log.warning("%s", untold)
+                untold = ""
             if batch.reasons and plan.on_error == "raise":
                 row = batch.start + min(batch.reasons)
                 if writer:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image, ImageFile
 from torch import Tensor, nn
 
@@ -1417,6 +1419,45 @@ def test_a_preprocessing_and_a_pooling_of_ones_own_are_told_by_their_code(
             embedx.extract(model, photos, preprocess=kind(**sizes), pooling=scaled(1), **options)
     with pytest.raises(StoreError, match="the code of the pooling, or what it holds, is another"):
         embedx.extract(model, photos, preprocess=Grey(**sizes), pooling=scaled(2), **options)
+
+
+def make_small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+
+def test_what_nobody_said_of_a_preprocessing_is_told_where_pictures_enter(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(make_small().state_dict(), tmp_path / "w.pt")
+    torch.save(torchvision.models.squeezenet1_1().state_dict(), tmp_path / "squeeze.pt")
+    size: dict[str, Any] = {"input_size": 32}
+    means: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.5] * 3}
+    squeeze = models.torchvision("squeezenet1_1", checkpoint=str(tmp_path / "squeeze.pt"), **size)
+    ours = Preprocess(resize_px=32, crop_px=32)
+
+    def told(model: models.Model, data: Any = photos, **options: Any) -> list[str]:
+        caplog.clear()
+        embedx.extract(model, data, out=tmp_path / "run", overwrite=True, batch_size=2, **options)
+        words = [one.getMessage() for one in caplog.records]
+        return [one.removeprefix("pictures enter ") for one in words if one.startswith("pictures")]
+
+    usual = "ImageNet's mean, ImageNet's deviation, for {}model.mean, model.std did not say what"
+    assert told(models.own(make_small, **size)) == [
+        f"own by {usual.format('')} it was trained with"
+    ]
+    (words,) = told(models.own(make_small, name="mine", checkpoint=str(tmp_path / "w.pt")))
+    assert words.startswith(f"mine by 224 px, {usual.format('model.input_size, ')}")
+    (words,) = told(squeeze)
+    assert words.startswith("squeezenet1_1 by 32 px and the mean and deviation of its published")
+    assert not told(models.own(make_small, **size, **means))
+    assert not told(models.own(make_small), preprocess=ours)
+    assert not told(squeeze, preprocess=ours)
+    assert not told(models.own(make_small), torch.rand(4, 3, 8, 8))
+    assert not told(models.torchvision("squeezenet1_1", weights=None, **size))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="embedx"):
+        embedx.explain(models.own(make_small, **size), photos, out=tmp_path / "maps")
+    assert caplog.text.count("pictures enter own by ImageNet's mean") == 1
 
 
 def make_shifty(k: float) -> nn.Module:
