@@ -238,8 +238,9 @@ class Explainer:
             if self._is_set_up:
                 self._require_drawn_none(some, samples)
                 assert samples.inputs is not None
-                if samples.inputs.dtype == torch.uint8 and self._plan.model.assumed:
-                    self._say(self._plan.model.assumed)
+                are_pixels = samples.inputs.dtype == torch.uint8
+                if words := self._plan.model.told_of(samples.inputs, are_pixels=are_pixels):
+                    self._say(words)
             number += 1
 
     def _require_drawn_none(self, some: Plan, samples: Samples) -> None:

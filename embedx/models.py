@@ -85,6 +85,27 @@ class Model:
         if not self.made:
             object.__setattr__(self, "made", _made(self.module))
 
+    def told_of(self, inputs: Any, *, are_pixels: bool) -> str:
+        """What is to be told of the preprocessing, given a batch as it enters; "" for nothing.
+
+        Args:
+            inputs: Pixels that went through it, or what enters without it.
+            are_pixels: Which of these.
+        """
+        if are_pixels:
+            return self.assumed
+        is_like_rgb = isinstance(inputs, torch.Tensor) and inputs.ndim == 4 and inputs.shape[1] == 3
+        if self.preprocess is None or not is_like_rgb or not inputs.is_floating_point():
+            return ""
+        low, high = inputs.min().item(), inputs.max().item()
+        if low < 0 or not 0 < high <= 255 or min(self.preprocess.mean) <= 0:
+            return ""
+        return (
+            f"what enters {self.name} lies between {low:.3g} and {high:.3g}, as pixels that were "
+            "not normalized: tensors enter as they are, and its preprocessing, which takes off "
+            f"{', '.join(f'{mean:g}' for mean in self.preprocess.mean)}, is for pictures"
+        )
+
     def as_it_is(self) -> "Model":
         """This, or where its network has changed since it was made, what it is now."""
         if (now := _made(self.module)) == self.made:

@@ -241,13 +241,15 @@ def _fill(
         progress = stack.enter_context(
             Progress(n_rows, what=title or "extract", done=first_row, unit=_unit(plan))
         )
-        untold = plan.model.assumed
+        is_told = False
         for batch in started(loader):
             if batch.fatal is not None:
                 raise batch.fatal
-            if batch.pieces and batch.are_pixels and untold:
-                log.warning("%s", untold)
-                untold = ""
+            if batch.pieces and not is_told:
+                is_told = True
+                inputs = batch.pieces[0].inputs
+                if words := plan.model.told_of(inputs, are_pixels=batch.are_pixels):
+                    log.warning("%s", words)
             if batch.reasons and plan.on_error == "raise":
                 row = batch.start + min(batch.reasons)
                 if writer:

@@ -1452,8 +1452,11 @@ def test_what_nobody_said_of_a_preprocessing_is_told_where_pictures_enter(
     assert not told(models.own(make_small, **size, **means))
     assert not told(models.own(make_small), preprocess=ours)
     assert not told(squeeze, preprocess=ours)
-    assert not told(models.own(make_small), torch.rand(4, 3, 8, 8))
+    assert not told(models.own(make_small), torch.randn(4, 3, 8, 8))
     assert not told(models.torchvision("squeezenet1_1", weights=None, **size))
+    assert not told(squeeze, torch.rand(4, 3, 32, 32) - 0.4)
+    embedx.extract(squeeze, torch.rand(4, 3, 32, 32), out=tmp_path / "raw")
+    assert "as pixels that were not normalized: tensors enter as they are, and its" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="embedx"):
         embedx.explain(models.own(make_small, **size), photos, out=tmp_path / "maps")
