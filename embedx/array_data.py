@@ -106,7 +106,7 @@ def array(
     names: list[str] = []
     numbers: list[int] | None = None
     indices: Array | None = None
-    warnings: list[str] = []
+    warnings = items.holes_told()
     if texts is not None:
         indices, names, numbers = counted_through(texts[:n], None)
         note += f", labels by {label_by}: {len(names)} classes"

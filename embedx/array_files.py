@@ -95,6 +95,23 @@ class ArrayFile:
             while file.read(_CHECKED_BYTES):
                 pass
 
+    def holes_told(self) -> list[str]:
+        """What is to be said of rows that nothing was written to, as where a program was killed
+        that had made the file at its full size; of rows that lie one after the other alone.
+        """
+        if type(self._reader) is not _Plain or not hasattr(os, "SEEK_HOLE"):
+            return []
+        start = self._reader.offset
+        with _reading(self.path), self.path.open("rb") as file:
+            hole = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+        row = (hole - start) // max(1, self._reader.row_bytes)
+        if row >= len(self):
+            return []
+        return [
+            f"{self}: nothing was written to row {row:,} and maybe to others after it (the file "
+            "has a hole there), and zeros are read; see whether what made it came to its end"
+        ]
+
     def as_list(self) -> list[Any]:
         """The numbers or texts of an array of one axis.
 
@@ -347,14 +364,14 @@ class _Plain(_Reader):
     ) -> None:
         super().__init__(shape, dtype)
         self._path = path
-        self._offset = offset
+        self.offset = offset
 
     def read(self, start: int, n: int) -> Array:
         # Not as a map: what is cut off of a mapped file ends the process that reads it.
         with _OPENING:
             if self._fd < 0:
                 self._fd = os.open(self._path, os.O_RDONLY)
-        at, size = self._offset + start * self.row_bytes, n * self.row_bytes
+        at, size = self.offset + start * self.row_bytes, n * self.row_bytes
         data = os.pread(self._fd, size, at)
         while len(data) < size:  # two gigabytes at most come at once
             more = os.pread(self._fd, size - len(data), at + len(data))
@@ -368,7 +385,7 @@ class _Turned(_Plain):
     """Rows of an array that is stored column by column."""
 
     def read(self, start: int, n: int) -> Array:
-        mapped = np.memmap(self._path, self.dtype, "r", self._offset, self.shape, order="F")
+        mapped = np.memmap(self._path, self.dtype, "r", self.offset, self.shape, order="F")
         return np.array(mapped[start : start + n], order="C")
 
 
@@ -401,7 +418,7 @@ class _Inflated(_Streamed):
         super().__init__(shape, dtype)
         self._path = path
         self._member = member
-        self._offset = offset
+        self.offset = offset
 
     def open(self) -> Any:
         archive = zipfile.ZipFile(self._path)
@@ -409,7 +426,7 @@ class _Inflated(_Streamed):
 
     def read(self, start: int, n: int) -> Array:
         _, file = self.opened()
-        file.seek(self._offset + start * self.row_bytes)
+        file.seek(self.offset + start * self.row_bytes)
         return self.filled(file, n)
 
     def close(self) -> None:

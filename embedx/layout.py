@@ -688,6 +688,11 @@ class Skeleton:
         if not why and min(stored, self.size_bytes) * DEFLATE_MOST < n_bytes:
             why = f"declares {n_bytes:,} bytes and holds {stored:,}"
         shape = tuple(int(size) for size in dataset.shape)
+        if not why and layout == h5py.h5d.CHUNKED:
+            n_chunks = math.prod(-(-s // c) for s, c in zip(shape, dataset.chunks, strict=True))
+            n_written = dataset.id.get_num_chunks()
+            if n_written < n_chunks:  # the others are read as zeros, or what else fills them
+                why = f"has {n_written:,} of its {n_chunks:,} chunks: all is to be written to it"
         return ForeignArray(self.path, name, shape, dataset.dtype, offset, chunk_bytes, why)
 
     def _foreign(self, why: str) -> StoreError:

@@ -393,7 +393,12 @@ def _of_file(path: Path) -> _Vectors:
         labels=labels,
         metadata=metadata,
         notes=tuple(notes),
-        warnings=(*aloud, *told, *minus_one_told(labels[1] if labels else (), str(path))),
+        warnings=(
+            *chosen.holes_told(),
+            *aloud,
+            *told,
+            *minus_one_told(labels[1] if labels else (), str(path)),
+        ),
     )
 
 

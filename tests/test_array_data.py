@@ -287,6 +287,42 @@ def test_rows_that_outlive_the_modules_at_the_exit_are_let_go_of_in_silence(
     del found  # what cannot be raised is an error of pytest
 
 
+def test_rows_that_were_never_written_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(2**20)
+        if os.lseek(file.fileno(), 0, os.SEEK_HOLE):
+            pytest.skip("the disk tells of no holes")
+    size = (200, 32, 32, 3)
+    made = np.lib.format.open_memmap(tmp_path / "half.npy", "w+", "u1", size)  # type: ignore[no-untyped-call]
+    made[:] = 7
+    made.flush()
+    assert array(str(tmp_path / "half.npy")).warnings == ()
+    vectors = np.lib.format.open_memmap(tmp_path / "v.npy", "w+", "f4", (500, 64))  # type: ignore[no-untyped-call]
+    made = np.lib.format.open_memmap(tmp_path / "half.npy", "w+", "u1", size)  # type: ignore[no-untyped-call]
+    made[:50], vectors[:300] = 7, 7
+    made.flush()
+    vectors.flush()
+    (words,) = array(str(tmp_path / "half.npy")).warnings
+    row = int(words.split("written to row ")[1].split()[0])
+    assert 50 <= row < 55  # a page of memory, and no less, is written
+    assert array(str(tmp_path / "half.npy"), limit=50).warnings == ()
+    monkeypatch.chdir(tmp_path)
+    ready_made.opened("v.npy")
+    assert "v.npy: nothing was written to row 3" in caplog.text
+
+    path = tmp_path / "half.h5"
+    with h5py.File(path, "w") as file:
+        pictures = file.create_dataset("x", (40, 8, 8, 3), "u1", chunks=(10, 8, 8, 3))
+        pictures[:20] = 7
+    with pytest.raises(DataError, match="x of .* has 2 of its 4 chunks: all is to be written"):
+        array(str(path))
+    with h5py.File(path, "a") as file:
+        file["x"][20:] = 7
+    assert len(array(str(path))) == 40
+
+
 def test_only_what_lies_whole_in_an_hdf5_file_is_read(tmp_path: Path) -> None:
     path, other = tmp_path / "x.h5", tmp_path / "other.h5"
     with h5py.File(other, "w") as file:
