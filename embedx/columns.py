@@ -20,7 +20,9 @@ TEXT_BYTES_MOST = 1024
 COLUMNS_MOST = 4096
 LABEL_NAMES = ("label", "labels", "class", "target", "targets")
 _WHOLE = re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII)  # 007 is a name, not a number
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?|[-+]?inf(inity)?|nan", re.ASCII)
+_NUMBER = re.compile(
+    r"-?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?inf(inity)?|nan", re.ASCII
+)
 _BOOLEANS = {"true": True, "True": True, "TRUE": True} | dict.fromkeys(
     ("false", "False", "FALSE"), False
 )
@@ -86,7 +88,7 @@ def one_number(texts: Sequence[str]) -> tuple[str, str] | None:
 
 def _is_number(text: str) -> bool:
     """Whether a text is a number that float64 holds as exactly as it is written."""
-    if not _NUMBER.fullmatch(text.lower()) or not re.search(r"[\dfFnN]", text):
+    if not _NUMBER.fullmatch(text.lower()):
         return False
     if len(re.sub(r"[eE].*|[-.]", "", text).strip("0")) > _DIGITS_KEPT:
         return decimal.Decimal(text) == decimal.Decimal(repr(float(text)))

@@ -1,6 +1,7 @@
 """Columns of tables: their types, names that come again, labels as indices."""
 
 import datetime
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ from embedx import columns
         (["0e9", "1.5", "1.5"], "f", [0, 1.5, 1.5]),
         (["nan", "NaN", "inf", "Infinity"], "f", [np.nan, np.nan, np.inf, np.inf]),
         (["", ""], "", ["", ""]),
+        (["e0", "e1"], "", ["e0", "e1"]),
+        ([".5", "-.5e1", "2.e-1"], "f", [0.5, -5, 0.2]),
     ],
 )
 def test_cells_become_the_narrowest_type_that_says_the_same(
@@ -41,6 +44,18 @@ def test_cells_become_the_narrowest_type_that_says_the_same(
     column = columns.from_texts(texts)
     assert (column.dtype.kind if isinstance(column, np.ndarray) else "") == kind
     np.testing.assert_array_equal(column, values)
+
+
+def test_what_counts_as_a_number_is_one() -> None:
+    n_numbers = 0
+    for length in range(1, 6):
+        for parts in itertools.product("10.eE-+", repeat=length):
+            text = "".join(parts)
+            column = columns.from_texts([text, "0.5"])
+            if isinstance(column, np.ndarray):
+                n_numbers += 1
+                assert column.tolist() == [float(text), 0.5]
+    assert n_numbers > 500
 
 
 def test_minus_zero_is_not_zero() -> None:
