@@ -68,6 +68,7 @@ class Rows:
         self._is_said_of_masks = False
         self._unknown_mask: str | None = None
         self._padded: str | None = None
+        self._earlier: dict[str, Tensor] = {}  # what entered with the first samples
 
     def reduce(self, point: Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
@@ -159,18 +160,27 @@ class Rows:
     def note_masks(self, inputs: Mapping[str, Any]) -> None:
         """Note what looks like a mask of padding and is not known as one, to be said of the rows.
 
-        Where none is known, in the first pass; beside one that leaves nothing out, in each until it
-        is said, if something else leaves out some. Beside one that does it is looked whose tokens
-        it is of.
+        Where none is known, in the first pass and as many more as have 16 samples; beside one that
+        leaves nothing out, in each until it is said, if something else leaves out some. Beside one
+        that does it is looked whose tokens it is of.
 
         Args:
             inputs: What enters the model, by names.
         """
-        if self._is_said_of_masks or not self.mask_takers:
+        leaves_out = self.mask is not None and not self.mask.all()
+        if self._is_said_of_masks or not self.mask_takers or leaves_out:
             return
-        self._is_said_of_masks = self.mask is None
-        if self.mask is None or self.mask.all():
-            others = {name: given for name, given in inputs.items() if name not in MASKS}
+        others = {name: _numbers(given) for name, given in inputs.items() if name not in MASKS}
+        is_first = not self._earlier
+        if _go_together(self._earlier, others):
+            others = {name: torch.cat([self._earlier[name], others[name]]) for name in others}
+        are_short = all(map(_is_short, others.values()))
+        n = min((len(one) for one in others.values() if are_short), default=_SHOWN)
+        self._earlier = {
+            name: one[:_SHOWN].detach().clone() for name, one in others.items() if are_short
+        }
+        self._is_said_of_masks = self.mask is None and n >= _SHOWN
+        if self.mask is not None or is_first or n >= _TELLING:
             self._unknown_mask = _like_a_mask(others, has_padding=self.mask is not None)
             self._padded = None if self._unknown_mask else _like_padded(others)
 
@@ -444,19 +454,11 @@ def _like_a_mask(inputs: Mapping[str, Any], *, has_padding: bool = False) -> str
     With axes of one entry between, such as ``(n, 1, 1, t)``, or ``(n, t, t)`` that samples do not
     share, they are taken for them too, and so are sequences of several lengths packed as one.
     """
-    tensors: dict[str, Tensor] = {}
     for name, given in inputs.items():
-        if isinstance(given, nn.utils.rnn.PackedSequence):
-            if bool((given.batch_sizes != given.batch_sizes[0]).any()):
-                return name
-            continue
-        is_list = isinstance(given, (list, tuple)) and len(given) > 0
-        is_whole = is_list and all(type(one) is int for one in given)
-        if isinstance(given, Tensor):
-            if given.layout == torch.strided and not (given.is_nested or given.is_quantized):
-                tensors[name] = given
-        elif (isinstance(given, np.ndarray) and given.dtype.kind in "biuf") or is_whole:
-            tensors[name] = torch.as_tensor(given)
+        is_packed = isinstance(given, nn.utils.rnn.PackedSequence)
+        if is_packed and bool((given.batch_sizes != given.batch_sizes[0]).any()):
+            return name
+    tensors = {name: one for name, given in inputs.items() if _is_plain(one := _numbers(given))}
     for name, tensor in tensors.items():
         others = [one.shape[:2] for one in tensors.values() if one is not tensor]
         of_tokens = tensor
@@ -489,6 +491,36 @@ def _like_a_mask(inputs: Mapping[str, Any], *, has_padding: bool = False) -> str
     return None
 
 
+def _numbers(given: Any) -> Any:
+    """Whole numbers in a list, or numbers in an array, as a tensor; else what is given."""
+    is_list = isinstance(given, (list, tuple)) and len(given) > 0
+    is_whole = is_list and all(type(one) is int for one in given)
+    is_array = isinstance(given, np.ndarray) and given.dtype.kind in "biuf"
+    return torch.as_tensor(given) if is_whole or is_array else given
+
+
+def _is_plain(given: Any) -> bool:
+    if not isinstance(given, Tensor) or given.layout != torch.strided:
+        return False
+    return not (given.is_nested or given.is_quantized)
+
+
+def _is_short(given: Any) -> bool:
+    """Whether it is a plain tensor of words, steps or lengths, one or more a sample."""
+    return _is_plain(given) and 1 <= given.ndim <= 3 and given.numel() > 0
+
+
+def _go_together(earlier: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> bool:
+    """Whether the samples of a small batch may stand beside earlier ones."""
+    return earlier.keys() == inputs.keys() and all(
+        _is_short(given)
+        and len(given) < _SHOWN
+        and (given.shape[1:], given.dtype, given.device)
+        == (earlier[name].shape[1:], earlier[name].dtype, earlier[name].device)
+        for name, given in inputs.items()
+    )
+
+
 def _like_padded(inputs: Mapping[str, Any]) -> str | None:
     """The name of words ``(n, t)`` or steps ``(n, t, d)`` of several lengths, padded to t.
 
@@ -496,29 +528,27 @@ def _like_padded(inputs: Mapping[str, Any]) -> str | None:
     lengths, and outside of these runs there are none.
     """
     for name, given in inputs.items():
-        if not isinstance(given, Tensor) or given.ndim not in (2, 3) or name in _NOT_PADDED:
-            continue
-        is_plain = given.layout == torch.strided and not (given.is_nested or given.is_quantized)
-        if not is_plain or not given.numel() or len(given) < 2:
+        if not _is_short(given) or len(given) < 2 or given.ndim < 2 or name in _NOT_PADDED:
             continue
         is_words = given.ndim == 2 and not (given.is_floating_point() or given.is_complex())
         if not is_words and not (given.ndim == 3 and given.is_floating_point()):
             continue
         for turned in (given, given.flip(1)):
-            n_least = 1
+            n_least, n_words = 1, 2
             if is_words and given.dtype != torch.bool:
                 ends = turned[:, -1:]
                 runs = (turned == ends).flip(1).cumprod(1).sum(1)
                 word = ends[runs.argmax()]
                 is_pad = turned == word
-                n_least = 1 if word == 0 else 2  # of one sample any word may be twice at its end
+                if word != 0:  # any may be at the ends of some by chance, and twice of one
+                    n_least, n_words = 2, 4
             elif given.ndim == 3:
                 is_pad = (turned == 0).all(2)
             else:
                 continue
             runs = is_pad.flip(1).cumprod(1).sum(1)
             are_all = bool(is_pad.sum() == runs.sum())
-            is_some = (runs > 0).sum() >= n_least and runs.max() > 1
+            is_some = (runs > 0).sum() >= n_least and runs.max() > 1 and runs.sum() >= n_words
             if are_all and is_some and runs.min() < runs.max() < given.shape[1]:
                 return name
     return None
@@ -597,5 +627,7 @@ _SECOND_SEQUENCES = (
 _OF_SOUND = ("input_features", "input_values")
 _AVERAGES = ("gap", "gap_last", "mean_token")
 # Below these the largest number of a row has less than eight binary digits.
+_SHOWN = 16  # samples that may show what is padding
+_TELLING = 4  # so many of small batches together do
 _FEW_DIGITS = {"float16": 2.0**-17, "float32": 2.0**-142}
 _LEAVES_NOTHING = -100  # exp of it, beside that of 0

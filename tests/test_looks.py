@@ -813,11 +813,66 @@ def test_a_second_mask_is_said_also_beside_one_that_leaves_nothing_out(
     said = "document_mask looks like a mask of padding"
     assert caplog.text.count(said) == (from_row < 99)
     caplog.clear()
+    embedx.extract(model, items, out=tmp_path / "one", **{**given, "batch_size": 1})
+    assert caplog.text.count(said) == (from_row < 99)
+    caplog.clear()
     with torch.no_grad(), embedx.record(model, "document", tmp_path / "b") as recorder:
         for i in range(0, 12, 4):
             model(*(torch.stack([one[key] for one in items[i : i + 4]]) for key in items[0]))
             recorder.batch()
     assert caplog.text.count(said) == (from_row < 99)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, int])
+def test_lengths_of_the_last_sample_alone_are_said(
+    kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lengths(TwoTowers):
+        def forward(
+            self, text: Tensor, attention_mask: Tensor, document: Tensor, lengths: Any
+        ) -> Tensor:  # type: ignore[override]
+            shown = torch.arange(8)[None] < torch.as_tensor(lengths).reshape(-1, 1)
+            return super().forward(text, attention_mask, document, shown)
+
+    items = [
+        {
+            "text": torch.arange(1, 9),
+            "attention_mask": torch.ones(8),
+            "document": torch.arange(1, 9) * (torch.arange(8) < (3 if i == 4 else 8)),
+            "lengths": kind(3 if i == 4 else 8),
+        }
+        for i in range(5)
+    ]
+    model = Lengths().eval()
+    with (
+        torch.no_grad(),
+        embedx.record(model, "document", tmp_path / "a", pooling="mean_token") as recorder,
+    ):
+        for some in (items[:2], items[2:4], items[4:]):
+            batch = {key: [one[key] for one in some] for key in items[0]}
+            batch |= {
+                key: torch.stack(batch[key]) for key in batch if isinstance(batch[key][0], Tensor)
+            }
+            model(**batch)
+            recorder.batch()
+    assert caplog.text.count("lengths looks like a mask of padding or lengths") == 1
+
+
+def test_padding_that_a_mask_told_is_not_said_of_later_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = [8, 5, 6, 8, 8, 8]
+    masks = [torch.arange(8) < n for n in lengths]
+    x = torch.arange(1, 9).float()[:, None].expand(8, 6)
+    items = [{"x": x * mask[:, None], "attention_mask": mask.long()} for mask in masks]
+
+    class Masked(Averages):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+            return (self.steps(x) * attention_mask[..., None]).sum(1)
+
+    given: dict[str, Any] = {"layers": "steps", "pooling": "mean_token", "batch_size": 2}
+    embedx.extract(Masked().eval(), items, out=tmp_path, **given)
+    assert "looks padded" not in caplog.text
 
 
 class OwnPadding(TwoTowers):
@@ -887,24 +942,26 @@ class Averages(nn.Module):
         return steps.mean(1)  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
 @pytest.mark.parametrize("pad", [0, 9])
 @pytest.mark.parametrize("side", ["left", "right", "none", "one length", "steps", "whole steps"])
 def test_what_looks_padded_without_a_mask_is_said(
-    side: str, pad: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    side: str, pad: int, batch_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lengths = torch.tensor([8, 5, 3, 8, 6, 7])
     if side == "one length":
         lengths[:] = 5
     is_token = torch.arange(8) < lengths[:, None]
-    x = torch.randint(1, 9, (6, 8))
+    rng = torch.Generator().manual_seed(pad)
+    x = torch.randint(1, 9, (6, 8), generator=rng)
     if "steps" in side:
-        x = torch.randn(6, 8, 6)
+        x = torch.randn(6, 8, 6, generator=rng)
         is_token = is_token[..., None]
     if side not in ("none", "whole steps"):
         x = torch.where(is_token, x, pad if side != "steps" else 0)
     if side == "left":
         x = x.flip(1)
-    given: dict[str, Any] = {"layers": "steps", "pooling": "mean_token"}
+    given: dict[str, Any] = {"layers": "steps", "pooling": "mean_token", "batch_size": batch_size}
     embedx.extract(Averages().eval(), x, out=tmp_path / "a", **given)
     is_said = side in ("left", "right", "steps")
     assert caplog.text.count("looks padded, for some samples end or begin") == is_said
