@@ -187,6 +187,8 @@ class _Forward:
         with torch.no_grad():
             self._memory.before_pass()
             inputs = self._entering(batch, piece, seed=first)
+            given = piece.inputs
+            rows.note_masks({"what enters": given} if isinstance(given, Tensor) else given)
             self._looks.before_pass(inputs, labels, n=piece.size, seed=first)
             # A whole pass of such shapes has shown that each layer runs once.
             shapes = tuple(tensor.shape[1:] for tensor in tensors_of(inputs))
@@ -259,7 +261,6 @@ class _Forward:
         mask = token_mask(given, spellings=rows.spellings) if wants_mask else None
         rows.mask = None if mask is None else mask.to(plan.device)
         self._seen.strangers = strangers_to(rows.mask, given)
-        rows.note_masks(given or {"what enters": piece.inputs})
         rows.picture = picture_size(tensors_of(inputs))
         return inputs
 

@@ -68,7 +68,8 @@ class Rows:
         self._is_said_of_masks = False
         self._unknown_mask: str | None = None
         self._padded: str | None = None
-        self._earlier: dict[str, Tensor] = {}  # what entered with the first samples
+        self._n_noted = 0  # passes in which a mask would have been, and left nothing out
+        self._earlier: dict[str, Tensor] = {}  # what entered with the first samples of them
 
     def reduce(self, point: Point, activation: Tensor) -> Tensor:
         """Pool an activation ``(n, ...)``, for :class:`~embedx.hooks.Capture`.
@@ -160,9 +161,10 @@ class Rows:
     def note_masks(self, inputs: Mapping[str, Any]) -> None:
         """Note what looks like a mask of padding and is not known as one, to be said of the rows.
 
-        Where none is known, in the first pass and as many more as have 16 samples; beside one that
-        leaves nothing out, in each until it is said, if something else leaves out some. Beside one
-        that does it is looked whose tokens it is of.
+        Where none is known, in the first passes of 16 samples and in each whose number is a power
+        of two, for data may be in order of length; beside one that leaves nothing out, in each
+        until it is said, if something else leaves out some. Beside one that does it is looked whose
+        tokens it is of. Few samples are looked at together with the first ones.
 
         Args:
             inputs: What enters the model, by names.
@@ -170,17 +172,20 @@ class Rows:
         leaves_out = self.mask is not None and not self.mask.all()
         if self._is_said_of_masks or not self.mask_takers or leaves_out:
             return
+        self._n_noted += 1
+        is_one = self._n_noted & (self._n_noted - 1) == 0
+        n_earlier = min(map(len, self._earlier.values()), default=_SHOWN)
+        if self.mask is None and not is_one and n_earlier >= _SHOWN:
+            return
         others = {name: _numbers(given) for name, given in inputs.items() if name not in MASKS}
-        is_first = not self._earlier
-        if _go_together(self._earlier, others):
+        if _go_together(self._earlier, others, most=None if is_one else _SHOWN):
             others = {name: torch.cat([self._earlier[name], others[name]]) for name in others}
         are_short = all(map(_is_short, others.values()))
         n = min((len(one) for one in others.values() if are_short), default=_SHOWN)
         self._earlier = {
             name: one[:_SHOWN].detach().clone() for name, one in others.items() if are_short
         }
-        self._is_said_of_masks = self.mask is None and n >= _SHOWN
-        if self.mask is not None or is_first or n >= _TELLING:
+        if self.mask is not None or self._n_noted == 1 or n >= _TELLING:
             self._unknown_mask = _like_a_mask(others, has_padding=self.mask is not None)
             self._padded = None if self._unknown_mask else _like_padded(others)
 
@@ -510,11 +515,13 @@ def _is_short(given: Any) -> bool:
     return _is_plain(given) and 1 <= given.ndim <= 3 and given.numel() > 0
 
 
-def _go_together(earlier: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> bool:
-    """Whether the samples of a small batch may stand beside earlier ones."""
+def _go_together(
+    earlier: Mapping[str, Tensor], inputs: Mapping[str, Any], *, most: int | None
+) -> bool:
+    """Whether the samples of a batch, of fewer than so many, may stand beside earlier ones."""
     return earlier.keys() == inputs.keys() and all(
         _is_short(given)
-        and len(given) < _SHOWN
+        and (most is None or len(given) < most)
         and (given.shape[1:], given.dtype, given.device)
         == (earlier[name].shape[1:], earlier[name].dtype, earlier[name].device)
         for name, given in inputs.items()
@@ -522,36 +529,45 @@ def _go_together(earlier: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> bo
 
 
 def _like_padded(inputs: Mapping[str, Any]) -> str | None:
-    """The name of words ``(n, t)`` or steps ``(n, t, d)`` of several lengths, padded to t.
-
-    Some end, or begin, with two or more of one value, or with steps of zeros, in runs of several
-    lengths, and outside of these runs there are none.
+    """The name of words or sound ``(n, t)``, steps ``(n, t, d)`` or ``(n, d, t)``, or frames
+    ``(n, t, c, h, w)`` of several lengths, padded to t.
     """
     for name, given in inputs.items():
-        if not _is_short(given) or len(given) < 2 or given.ndim < 2 or name in _NOT_PADDED:
+        if not _is_plain(given) or not given.numel() or name in _NOT_PADDED:
             continue
-        is_words = given.ndim == 2 and not (given.is_floating_point() or given.is_complex())
-        if not is_words and not (given.ndim == 3 and given.is_floating_point()):
+        steps: list[Tensor] = []
+        if given.ndim < 2 or len(given) < 2 or given.is_complex() or given.dtype == torch.bool:
             continue
-        for turned in (given, given.flip(1)):
-            n_least, n_words = 1, 2
-            if is_words and given.dtype != torch.bool:
-                ends = turned[:, -1:]
-                runs = (turned == ends).flip(1).cumprod(1).sum(1)
-                word = ends[runs.argmax()]
-                is_pad = turned == word
-                if word != 0:  # any may be at the ends of some by chance, and twice of one
-                    n_least, n_words = 2, 4
-            elif given.ndim == 3:
-                is_pad = (turned == 0).all(2)
-            else:
-                continue
-            runs = is_pad.flip(1).cumprod(1).sum(1)
-            are_all = bool(is_pad.sum() == runs.sum())
-            is_some = (runs > 0).sum() >= n_least and runs.max() > 1 and runs.sum() >= n_words
-            if are_all and is_some and runs.min() < runs.max() < given.shape[1]:
-                return name
+        if given.ndim == 2:
+            is_long = given.shape[1] >= (_SOUND if given.is_floating_point() else _WORDS)
+            steps = [given.unsqueeze(2)] if is_long else []
+        elif given.ndim in (3, 5) and given.is_floating_point():
+            is_turned = given.ndim == 3 and given.shape[2] > given.shape[1]
+            steps = [given.flatten(2), *([given.transpose(1, 2)] if is_turned else [])]
+        if any(_ends_alike(one) or _ends_alike(one.flip(1)) for one in steps):
+            return name
     return None
+
+
+def _ends_alike(steps: Tensor) -> bool:
+    """Whether some samples end with two or more of one step, in runs of several lengths, and
+    outside of these there is none.
+
+    Args:
+        steps: Shape ``(n, t, d)``.
+    """
+    ends = steps[:, -1:]
+    runs = (steps == ends).all(2).flip(1).cumprod(1).sum(1)
+    one = ends[runs.argmax()]
+    is_pad = (steps == one).all(2)
+    runs = is_pad.flip(1).cumprod(1).sum(1)
+    are_all = bool(is_pad.sum() == runs.sum())
+    if one.any() and len(steps) < _TELLING:
+        return False
+    # Any but zeros may be at the ends of some by chance, and twice of one.
+    n_least, n_steps = (2, 5) if one.any() else (1, 2)
+    is_some = (runs > 0).sum() >= n_least and runs.max() > 1 and runs.sum() >= n_steps
+    return bool(are_all and is_some and runs.min() < runs.max() < steps.shape[1])
 
 
 def _require_one_mask(inputs: Mapping[str, Any]) -> None:
@@ -628,6 +644,8 @@ _OF_SOUND = ("input_features", "input_values")
 _AVERAGES = ("gap", "gap_last", "mean_token")
 # Below these the largest number of a row has less than eight binary digits.
 _SHOWN = 16  # samples that may show what is padding
+_SOUND = 400  # samples of sound at least; of fewer floats each is a feature of its own
+_WORDS = 4  # words at least; of fewer some end alike by chance, as classes in a table
 _TELLING = 4  # so many of small batches together do
 _FEW_DIGITS = {"float16": 2.0**-17, "float32": 2.0**-142}
 _LEAVES_NOTHING = -100  # exp of it, beside that of 0

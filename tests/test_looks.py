@@ -888,6 +888,42 @@ class OwnPadding(TwoTowers):
         return asked * found[:, 0]
 
 
+@pytest.mark.parametrize("descends", [False, True])
+def test_padding_of_data_in_order_of_length_is_said(
+    descends: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = torch.tensor([3] * 16 + [5] * 8 + [8] * 8)
+    lengths = lengths.flip(0) if descends else lengths
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(1, 20, (32, 8), generator=rng)
+    x = x * (torch.arange(8) < lengths[:, None])
+    given: dict[str, Any] = {"layers": "steps", "pooling": "mean_token"}
+    for batch_size in (1, 4, 8):
+        out = tmp_path / str(batch_size)
+        embedx.extract(Averages().eval(), x, out=out, batch_size=batch_size, **given)
+    assert caplog.text.count("looks padded, for some samples end or begin") == 3
+
+
+@pytest.mark.parametrize("pad", [0.0, -1.0, -100.0])
+def test_padding_of_many_kinds_is_told(pad: float) -> None:
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([20, 12, 17, 20, 8])
+    is_shown = torch.arange(20) < lengths[:, None]
+    steps = torch.randn(5, 20, 3, generator=rng)
+    padded = torch.where(is_shown[..., None], steps, pad)
+    frames = torch.where(
+        is_shown[..., None, None, None], torch.rand(5, 20, 3, 2, 2, generator=rng), pad
+    )
+    sound = torch.randn(5, 400, generator=rng)
+    sound = torch.where(is_shown.repeat_interleave(20, 1), sound, pad)
+    for given in (padded, padded.flip(1), padded.transpose(1, 2), frames, sound):
+        assert _like_padded({"x": given}) == "x"
+        assert _like_padded({"x": given[lengths == 20]}) is None
+    classes = torch.tensor([[1, 0, 0], [2, 3, 4], [4, 1, 2], [3, 3, 1]])  # of a table
+    for given in (steps, steps.transpose(1, 2), padded[:, :, 0], torch.rand(5, 3, 8, 8), classes):
+        assert _like_padded({"x": given}) is None
+
+
 def test_padding_within_is_said_also_beside_a_mask_that_leaves_nothing_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
